@@ -1,4 +1,4 @@
-"""Checks, or replaces, the numbers of the READMEs by the result files: `python -m bpsfast.bench.claims`.
+"""Compares the numbers of the READMEs with the result files, or replaces them: `python -m bpsfast.bench.claims`.
 
 Each claim is some words of a page with fields in them, and a function that computes the fields from `bench/results`.
 Without options the command prints the differences; with ``--write``, as at the end of ``make results``, it replaces the
@@ -29,25 +29,19 @@ Numbers = dict[str, float]
 
 
 class Claim(NamedTuple):
-    """`words` of the README, whose fields are `numbers` of the rows of a result file."""
+    """Words of a README; their fields are computed by `numbers` from the rows of a result file."""
 
     file: str
     words: str
     numbers: Callable[[Records], Numbers]
 
     def pattern(self) -> re.Pattern[str]:
-        """Return what finds the words, however their lines are broken, with any numbers in its groups."""
+        """Return an expression that finds the words with any numbers, and any line breaks; numbers are its groups."""
         parts = re.split(_FIELD.pattern, self.words)[::3]
         return re.compile(_NUMBER.join(r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in parts))
 
     def measured(self, results: Path) -> list[str]:
-        """Return the fields as they are to be written.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such file in *results*.
-        """
+        """Return the fields as they are to be written; raise `ConfigError` if *results* has no such file."""
         path = results / self.file
         if path.suffix == ".json":
             if not path.exists():
@@ -65,12 +59,12 @@ def _written(value: float, format_: str) -> str:
 
 
 def eight_and_eight(rows: Records) -> Numbers:
-    """By how much eight workers and as many helpers are above the optimum, in percent."""
+    """Return by how much eight workers with eight helpers are above the optimum, in percent."""
     return {"above": 100 * _optimum_time(rows, "optimal", 8) - 100}
 
 
 def naive(rows: Records) -> Numbers:
-    """By how much BytePS's rule is faster where helpers are as many as workers, in percent, at most."""
+    """Return by how much BytePS's rule is faster, at most, with as many helpers as workers, in percent."""
     return {"faster": max(100 * _optimum_time(rows, "optimal", n) / _optimum_time(rows, "ps", n) - 100
                           for n in (2, 4, 8))}
 
@@ -82,7 +76,7 @@ def _optimum_time(rows: Records, contestant: str, n: int) -> float:
 
 
 def peers(rows: Records) -> Numbers:
-    """gloo's and MPI's times on one machine, in times of ours."""
+    """Return the times of gloo and MPI on one machine, divided by ours."""
     gloo, mpi, in_place = drawn.times_ours(rows).values()
     slower = [nbytes for nbytes in in_place if in_place[nbytes] >= mpi[nbytes]]
     return {"least": min(gloo.values()), "most": max(gloo.values()), "mpi": max(1 / mpi[nbytes] for nbytes in mpi),
@@ -91,7 +85,7 @@ def peers(rows: Records) -> Numbers:
 
 
 def ddp(rows: Records) -> Numbers:
-    """gloo's time of a step of DistributedDataParallel by ours."""
+    """Return the time of a DistributedDataParallel step with gloo, divided by ours."""
     medians = {(row["chosen"]["operation"], row["chosen"]["contestant"]): row["measured"]["median_s"]
                for row in rows if row["section"] == "step"}
     return {name: medians[f"{name}-bound", "gloo"] / medians[f"{name}-bound", "bpsfast"]
@@ -99,7 +93,7 @@ def ddp(rows: Records) -> Numbers:
 
 
 def schedule(rows: Records) -> Numbers:
-    """Other ways' times of a step by that of priority without a barrier, measured and simulated."""
+    """Return step times of other methods divided by that of priority without a barrier, measured and simulated."""
     step = {row["chosen"]["way"]: (row["measured"]["median_s"], row["simulated"]["step_s"]) for row in rows}
     ours = step["priority, crossing"]
     return {f"{name}{kind}": step[way][at] / ours[at] for name, way in (("fifo", "fifo"), ("ddp", "DDP gloo"))
@@ -107,7 +101,7 @@ def schedule(rows: Records) -> Numbers:
 
 
 def breakdown(rows: Records) -> Numbers:
-    """On packets: the speeds with each part of the design, of an all-reduce's; how far the simulator is off, in %."""
+    """Return the speed with each part of the design over all-reduce, and the simulator's largest error, in %."""
     step = {row["chosen"]["part"]: (row["measured"]["median_s"], row["simulated"]["step_s"])
             for row in rows if row["section"] == "packets"}
     all_reduce, split, priority, crossing = (step[part][0] for part in (
@@ -117,13 +111,13 @@ def breakdown(rows: Records) -> Numbers:
 
 
 def helpers(rows: Records) -> Numbers:
-    """The longest step while helpers go and come, in times of a median one."""
+    """Return the longest step while helpers are lost and added, divided by the median step."""
     calm, disturbed = (Training(**row) for row in rows if "at_s" in row)
-    return {"times": max(disturbed.steps_s) / statistics.median(calm.steps_s)}
+    return {"times": max(disturbed.steps_s()) / statistics.median(calm.steps_s())}
 
 
 def codec(name: str) -> Callable[[Records], Numbers]:
-    """Shares of memcpy's speed on float32; how long 4 MB take to be encoded."""
+    """Return a function: shares of memcpy's speed on float32, and the time to encode 4 MB."""
     def numbers(rows: Records) -> Numbers:
         by = {row["chosen"]["contestant"]: row for row in rows
               if (row["chosen"]["codec"], row["chosen"]["dtype"]) == (name, "float32")}
@@ -136,7 +130,7 @@ def codec(name: str) -> Callable[[Records], Numbers]:
 
 
 def compressed(name: str) -> Callable[[Records], Numbers]:
-    """A step with a codec, by the number of machines."""
+    """Return a function: figures of a step with codec *name*, by the number of machines."""
     def numbers(rows: Records) -> Numbers:
         found: Numbers = {}
         for row in rows:
@@ -152,7 +146,7 @@ def compressed(name: str) -> Callable[[Records], Numbers]:
 
 
 def speeds(rows: Records) -> Numbers:
-    """By codec with error feedback: its speed on four machines, in steps while one is made uncompressed."""
+    """Return by codec with error feedback: the speed on four machines over uncompressed training."""
     return {_short(row): row["measured"]["speed"] for row in rows
             if row["section"] == "4 machines" and row["chosen"]["codec"].endswith("error_feedback")}
 
@@ -175,7 +169,7 @@ def _short(row: Mapping[str, Any]) -> str:
 
 
 def of_table(rows: Records) -> Numbers:
-    """What a machine sends of rows, rank 0's time of a step, and its node's memory."""
+    """Return what a machine sends of a table's rows, rank 0's step time, and its node's memory."""
     both = [row["measured"] for row in rows if row["section"] == "rows"]
     [first] = [row["measured"] for row in rows if row["section"] == "rows" and row["chosen"]["rank"] == 0]
     shares = [nbytes / measured["nbytes"] for measured in both for nbytes in measured["sent_nbytes"]]
@@ -185,7 +179,7 @@ def of_table(rows: Records) -> Numbers:
 
 
 def tuned(rows: Records) -> Numbers:
-    """How far what was chosen is from the grid's best, by start, in %; the slowest step in times the defaults'."""
+    """Return how far tuning ends from the grid's best, in %, by start; and the slowest step over the defaults'."""
     [defaults] = [row["measured"] for row in rows if row["section"] == "grid" and row["chosen"]["point"] is None]
     small, large = (row["measured"] for row in rows if row["section"] == "tuned")
     slowest_s = max(Run("", each["samples_s"], {}).slowest_s for each in (small, large))
@@ -193,7 +187,7 @@ def tuned(rows: Records) -> Numbers:
 
 
 def neighbour(rows: Records) -> Numbers:
-    """By helper and the other job's load: by how much its steps are longer, in %, and what is served in Gbit/s."""
+    """Return by helper and load of the other job: how much longer its steps are, in %, and Gbit/s served."""
     found: Numbers = {}
     for row in rows:
         name, measured = f"{row['chosen']['contestant']}{100 * row['chosen']['load']:.0f}", row["measured"]
@@ -203,7 +197,7 @@ def neighbour(rows: Records) -> Numbers:
 
 
 def ladder(rows: Records) -> Numbers:
-    """The range over models of all mistakes together: in times of ours, and of tcp."""
+    """Return the range over models of all mistakes together: step times divided by ours, and by tcp's."""
     medians = _ladder_medians(rows)
     models = {model for model, _ in medians}
     by_ours, by_tcp = ([medians[model, "vanilla"] / medians[model, other] for model in models]
@@ -212,7 +206,7 @@ def ladder(rows: Records) -> Numbers:
 
 
 def of_rung(name: str) -> Callable[[Records], Numbers]:
-    """A mistake's time in times of ours, by model."""
+    """Return a function: a mistake's step time divided by ours, by model."""
     def numbers(rows: Records) -> Numbers:
         medians = _ladder_medians(rows)
         return {model.partition("-")[0]: medians[model, name] / medians[model, "ours"]
@@ -227,7 +221,7 @@ def _ladder_medians(rows: Records) -> dict[tuple[str, str], float]:
 
 
 def frameworks(rows: Records) -> Numbers:
-    """By how much adapters take longer than NumPy's arrays, and (*less*) how much less, in percent."""
+    """Return how much longer (and, *less*, shorter) adapters take than NumPy's arrays, in percent."""
     medians = {(row["workload"], row["row"]): row["median_s"] for row in rows}
     found: Numbers = {}
     for prefix, workload in (("large_", "64 MB"), ("small_", "161 small tensors")):
@@ -238,7 +232,7 @@ def frameworks(rows: Records) -> Numbers:
 
 
 def expr3(rows: Records) -> Numbers:
-    """How far the simulator is from the paper on 256 GPUs, in points."""
+    """Return the simulator's mean error against the paper on 256 GPUs, in points."""
     errors = [abs(cell["error"]) for cell in rows[0]["cells"] if (cell["figure"], cell["at"]) == ("15/16", "256 GPUs")]
     return {"points": 100 * statistics.fmean(errors)}
 
@@ -278,7 +272,7 @@ _README = (
 )
 
 
-#: As the tables call them, and as the files do.
+#: Names in the tables -> names in the result files.
 _CODECS = {"onebit": "onebit", "topk 1 %": "topk 1%", "topk 10 %": "topk 10%", "randomk 1 %": "randomk 1%",
            "float16": "float16", "int8": "int8", "dithering, 4 levels": "dithering 4"}
 _COMPRESSED = {"`topk` 1 %, error feedback": "topk:k=0.01,error_feedback",
@@ -331,7 +325,7 @@ CLAIMS = {"README.md": _README, "bench/README.md": _TABLES}
 
 
 class Difference(NamedTuple):
-    """A claim whose numbers in the text are not those of its file."""
+    """A claim whose numbers in the text differ from those of its file."""
 
     claim: Claim
     said: list[str]
@@ -345,10 +339,7 @@ class Difference(NamedTuple):
 def differences(text: str, claims: Iterable[Claim], results: Path = drawn.RESULTS) -> Iterator[Difference]:
     """Yield the *claims* that *text* makes with other numbers than the files in *results*.
 
-    Raises
-    ------
-    ConfigError
-        A claim's words do not stand in *text* once; or its file is missing.
+    Raises `ConfigError` if a claim's words are not in *text* exactly once, or its file is missing.
     """
     for claim in claims:
         found = claim.pattern().findall(text)
@@ -372,7 +363,7 @@ def renewed(text: str, different: Iterable[Difference]) -> str:
 
 
 def renew(folder: Path = ROOT, results: Path = drawn.RESULTS, write: bool = True) -> list[tuple[str, Difference]]:
-    """Return what the pages in *folder* say otherwise than *results*, by page, and, if it is to be written, say it."""
+    """Return by page where pages in *folder* differ from *results*; if *write* says so, replace their numbers."""
     found = []
     for page, claims in CLAIMS.items():
         text = (folder / page).read_text(encoding="utf-8")
@@ -387,7 +378,7 @@ def renew(folder: Path = ROOT, results: Path = drawn.RESULTS, write: bool = True
 @click.option("--write", is_flag=True, help="Replace the numbers; read the words around them again.")
 @exit_codes.exit_on_error
 def main(write: bool) -> None:
-    """Say which numbers of the READMEs are not those of their result files. Exit code 1 if there are any."""
+    """Print which numbers of the READMEs differ from their result files. Exit code 1 if there are any."""
     found = renew(write=write)
     for page, each in found:
         click.echo(f"{page}: {each}")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from bpsfast.bench.harness.result_file import RESULTS
+
 
 def rounds(what: str, default: int) -> Callable[[Callable], Callable]:
     """Add ``--rounds``, how many turns *what* gets, *default* without it; it arrives as the parameter *n_rounds*."""
@@ -31,6 +33,12 @@ def plot() -> Callable[[Callable], Callable]:
     """Add ``--plot``, which arrives as the parameter *plot_path*."""
     return click.option("--plot", "plot_path", type=click.Path(dir_okay=False), callback=_result_file, metavar="FILE",
                         help="Plot the results (.png, .svg, .pdf); needs bpsfast[plot].")
+
+
+def results_folder(what: str = "results") -> Callable[[Callable], Callable]:
+    """Add ``--out``, the folder of *what* is written, which arrives as the parameter *out*."""
+    return click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
+                        help=f"Folder of the {what}.")
 
 
 def load() -> Callable[[Callable], Callable]:

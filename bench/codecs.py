@@ -1,10 +1,10 @@
-"""The speed of the codecs, on one thread, beside memcpy of the tensor's bytes.
+"""The speed of the codecs on one thread, relative to memcpy of the tensor's bytes.
 
-A tensor is a partition of 4 MB of normal numbers. Its operands come from DRAM: calls walk round a pool several times
-the last-level cache. Contestants (memcpy, encode with and without error feedback, decode, decode and add) take turns,
-so that a neighbour's load hits all of them; figures are medians. A ratio is memcpy's time by the contestant's: 1 is a
-codec that takes a tensor's bytes as fast as they can be copied. #wrong counts what differs from the NumPy reading in a
-smaller tensor's frame, and in what is decoded from it.
+A tensor is a partition of 4 MB of normally distributed numbers. Its operands come from DRAM: calls use the tensors of a
+pool that is several times as large as the last-level cache. Contestants (memcpy, encode with and without error
+feedback, decode, decode and add) take turns, so that other load on the machine affects all of them; figures are
+medians. A ratio is memcpy's time divided by the contestant's: 1 is as fast as copying. #wrong counts the bytes of a
+smaller tensor's frame, and its decoded elements, that differ from the reference codec in NumPy.
 """
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast.bench.harness import machine_info, table
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.cold_memory import last_level_nbytes, page_aligned
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, flags_of, frame_nbytes
-
-Array = np.ndarray[Any, Any]
 
 CODECS = {
     "onebit": CodecSpec(kind="onebit"),
@@ -38,9 +38,8 @@ CODECS = {
 }
 CONTESTANTS = ("memcpy", "encode", "encode, error feedback", "decode", "decode, add")
 TENSOR_NBYTES = 4 << 20
-_CHECKED_NBYTES = 256 << 10  # the reading is slow
-_LAST_LEVEL_SHARE = 3  # how many times the last-level cache a pool is
-_ROUNDS, _QUICK_ROUNDS = 8, 2
+_CHECKED_NBYTES = 256 << 10  # the reference codec is slow
+_LAST_LEVEL_SHARE = 3  # size of a pool, in sizes of the last-level cache
 _QUICK = ("onebit", "topk 1%", "float16")
 
 _ENCODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
@@ -51,7 +50,7 @@ _DECODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctyp
 
 @dataclass
 class Row:
-    """One contestant of one codec; seconds per tensor, and the bytes of its frame."""
+    """Results of one contestant of one codec: seconds per tensor, and bytes of the frame."""
 
     codec: str
     dtype: str
@@ -66,21 +65,21 @@ class Row:
 
 
 class Tensors:
-    """A pool of tensors with room for what is made of each, and the kernels of one codec on them."""
+    """A pool of tensors with buffers for the results, and the kernels of one codec that use them."""
 
     def __init__(self, codec: CodecSpec, dtype: str, n_tensors: int, tensor_nbytes: int = TENSOR_NBYTES) -> None:
         self.codec, self.dtype = codec, dtype
         wide = codec_reference.wide_dtype(dtype)
         self.n = tensor_nbytes // wide.itemsize
         values = np.random.default_rng(1).standard_normal(self.n).astype(wide)
-        self.sources = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
-        self.targets = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        self.sources = [page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        self.targets = [page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
         for source, target in zip(self.sources, self.targets):
             source[:], target[:] = values, 0
         self.room = frame_nbytes(codec, self.n, dtype) - FRAME_NBYTES
-        self.wires = [_page_aligned(self.room) for _ in range(n_tensors)]
+        self.wires = [page_aligned(self.room) for _ in range(n_tensors)]
         self.nbytes = [0] * n_tensors
-        self.scratch = _page_aligned(codec_kernels.scratch_nbytes(codec, self.n, dtype))
+        self.scratch = page_aligned(codec_kernels.scratch_nbytes(codec, self.n, dtype))
         self.generator = np.full(2, codec.seed, np.uint64)
         at = codec_kernels.addresses(codec, dtype)
         self._encode, self._decode = _ENCODE(at.encode), _DECODE(at.decode)
@@ -89,7 +88,7 @@ class Tensors:
             self.encode(i, False)
 
     def contestants(self) -> dict[str, Callable[[int], None]]:
-        """Return what is timed, by name; each takes the number of a tensor."""
+        """Return the functions to time by name; their argument is the index of a tensor."""
         return {
             "memcpy": self.copy,
             "encode": lambda i: self.encode(i, False),
@@ -103,18 +102,18 @@ class Tensors:
         ctypes.memmove(self.targets[i].ctypes.data, self.sources[i].ctypes.data, self.sources[i].nbytes)
 
     def encode(self, i: int, keeps_error: bool) -> None:
-        """Write a tensor's frame, and what it leaves if *keeps_error*."""
+        """Encode a tensor into its frame; with *keeps_error*, also store the error."""
         self.nbytes[i] = self._encode(self.wires[i].ctypes.data, self.room, self.sources[i].ctypes.data, self.n,
                                       self.targets[i].ctypes.data if keeps_error else None, self.generator.ctypes.data,
                                       self._k, self._flags, self.scratch.ctypes.data)
 
     def decode(self, i: int, adds: bool) -> None:
-        """Read a tensor's frame."""
+        """Decode a tensor's frame."""
         self._decode(self.targets[i].ctypes.data, self.n, self.wires[i].ctypes.data, self.nbytes[i], self._k,
                      self._flags, int(adds), self.scratch.ctypes.data)
 
     def n_wrong(self) -> int:
-        """Count elements of one decoded tensor, and bytes of its frame, that are not those of the reading."""
+        """Count elements of one decoded tensor, and bytes of its frame, that differ from the reference codec."""
         want = codec_reference.Generator(self.codec.seed)
         self.generator[:] = want.words
         self.encode(0, False)
@@ -128,26 +127,24 @@ class Tensors:
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Measure as *options* say (quick, n_rounds, json_path; all may be None), print a table, return what is written."""
-    began = time.time()
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    names = _QUICK if quick else tuple(CODECS)
+    """Measure with *options* (quick, n_rounds, json_path; all may be None), print a table, return the records."""
+    given = BenchRun("codecs", options)
+    names = _QUICK if given.quick else tuple(CODECS)
     rows: list[Row] = []
-    for dtype in ("float32",) if quick else ("float32", "float64"):
+    for dtype in ("float32",) if given.quick else ("float32", "float64"):
         for name in names:
-            rows += measure(name, dtype, given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS), _n_tensors())
+            rows += measure(name, dtype, given.rounds(8, quick=2), _n_tensors())
     print(report(rows))
-    return table.finish("codecs", given, began, [_record(row, _ratio(row, rows)) for row in rows])
+    return given.finish([_record(row, _ratio(row, rows)) for row in rows])
 
 
 def measure(name: str, dtype: str, n_rounds: int, n_tensors: int) -> list[Row]:
-    """Time one codec's contestants in *n_rounds* turns over a pool of *n_tensors*."""
+    """Time one codec's contestants in *n_rounds* turns with a pool of *n_tensors*."""
     tensors = Tensors(CODECS[name], dtype, n_tensors)
     n_wrong = Tensors(CODECS[name], dtype, 1, _CHECKED_NBYTES).n_wrong()
     rows = {each: Row(name, dtype, each, tensors.nbytes[0], n_wrong) for each in CONTESTANTS}
     order = list(tensors.contestants().items())
-    for turn in range(-1, n_rounds):  # turn -1 warms code and page tables
+    for turn in range(-1, n_rounds):  # turn -1 warms up code and page tables
         random.shuffle(order)
         for contestant, call in order:
             for i in range(n_tensors):
@@ -160,7 +157,7 @@ def measure(name: str, dtype: str, n_rounds: int, n_tensors: int) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """Return the table: a line for each codec and dtype."""
+    """Return the table with a line for each codec and dtype."""
     lines: list[tuple[str, ...]] = [("codec", "dtype", "bytes of 100", "memcpy us", *CONTESTANTS[1:], "#wrong")]
     for row in rows:
         if row.contestant == "memcpy":
@@ -181,18 +178,11 @@ def _record(row: Row, ratio: float) -> dict[str, Any]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> float:
-    """Return memcpy's time of the same codec by this one's."""
+    """Return memcpy's time divided by this row's, for the same codec."""
     copy = next(each for each in rows if (each.codec, each.dtype, each.contestant) == (row.codec, row.dtype, "memcpy"))
     return copy.median_s / row.median_s
 
 
 def _n_tensors() -> int:
-    """Return how many tensors no cache holds."""
-    last_level = max(machine_info.caches().values(), default=64 << 20)
-    return max(4, _LAST_LEVEL_SHARE * last_level // (2 * TENSOR_NBYTES))
-
-
-def _page_aligned(nbytes: int) -> Array:
-    raw = np.zeros(nbytes + 4096, np.uint8)
-    start = -raw.ctypes.data % 4096
-    return raw[start : start + nbytes]
+    """Return how many tensors exceed the caches."""
+    return max(4, _LAST_LEVEL_SHARE * last_level_nbytes() // (2 * TENSOR_NBYTES))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .regression import Regression
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-#: Cores that are so many times as far apart as in another run share no cache there.
+#: If the cores of a run are at least this many times as far apart as in another run, they share no cache.
 _FAR = 2.5
 _COLORS = {"slower": "red", "faster": "green"}
 
@@ -82,7 +82,7 @@ def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
 
 
 def _without_common(names: list[str]) -> list[str]:
-    """Return names without what all of them say."""
+    """Return *names* without the parts that are common to all of them."""
     parts = [name.split(", ") for name in names]
     common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     return [", ".join(part for part in each if part not in common) or name for each, name in zip(parts, names)]

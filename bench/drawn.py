@@ -1,13 +1,11 @@
 """``python -m bpsfast.bench.drawn``: draws the README's plots from existing result files, without measuring.
 
-``push_pull_one_machine.png``: how many times as long gloo and MPI take as ours, over size (of
-`push_pull_one_machine.jsonl`); ``schedule.png``: a step by each way of training beside what the simulator says (of
-`schedule.jsonl`); ``helpers.png``: step after step of a training that loses helpers, and of one that does not (of
-`helpers.jsonl`). A file whose records are measured anew is drawn anew by the same command.
+``push_pull_one_machine.png``: the time of gloo and MPI relative to ours, over size (from
+`push_pull_one_machine.jsonl`); ``schedule.png``: a step of each method, measured and simulated (from `schedule.jsonl`);
+``helpers.png``: the steps of a training that loses helpers, and of one that does not (from `helpers.jsonl`).
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,37 +14,29 @@ from typing import Any
 import click
 
 from bpsfast.base import exit_codes
-from bpsfast.bench.harness import plots
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots, result_file
+from bpsfast.bench.harness.result_file import RESULTS
 from bpsfast.orchestration.errors import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
-#: Which bench a file is of, where that is not its name.
+#: File name -> its bench, if that is not the name.
 _BENCHES = {"push_pull_one_machine": "push_pull --compare gloo,mpi"}
 _CONTESTANTS = ("torch", "numpy", "gloo", "mpi")
 _Record = Mapping[str, Any]
 
 
 def records(path: Path) -> list[_Record]:
-    """Return the rows of a result file.
-
-    Raises
-    ------
-    ConfigError
-        If there is none at *path*.
-    """
+    """Return the rows of a result file; raises `ConfigError` if *path* does not exist."""
     if not path.exists():
         raise ConfigError(f"{path} is missing: `bpsfast bench {_BENCHES.get(path.stem, path.stem)} --json {path}` "
                           "writes it")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    return [*result_file.records(path)]
 
 
 def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
-    """Return for each other way to sum, by bytes: its median time in times of ours, which copies in and out too.
+    """Return for each other contestant, by bytes: its median time divided by ours, which includes copies in and out.
 
-    Raises
-    ------
-    ConfigError
-        If one of them was not measured.
+    Raises `ConfigError` if one was not measured.
     """
     medians: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -66,23 +56,22 @@ def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
 
 
 def steps(rows: Sequence[_Record]) -> dict[str, tuple[float, float]]:
-    """Return for each way to train a step's median and what the simulator says, in times of the same step alone."""
+    """Return for each method a step's median and simulated time, divided by the time without communication."""
     return {row["chosen"]["way"]: (row["measured"]["median_s"] / row["measured"]["alone_s"],
                                    row["simulated"]["step_s"] / row["measured"]["alone_s"]) for row in rows}
 
 
 def seconds_and_steps(training: _Record) -> tuple[list[float], list[float]]:
-    """Return when each step of a training ended, in seconds since its first end, and how many milliseconds it took."""
+    """Return for each step its end, in seconds since the end of the first, and its milliseconds."""
     at_s = training["at_s"]
     return [end - at_s[0] for end in at_s[1:]], [1e3 * (end - begin) for begin, end in pairwise(at_s)]
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the plots.")
+@cli_options.results_folder("plots")
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
-    """Draw the plots of results that are there."""
+    """Draw the plots of the existing results."""
     plots.check()
     out.mkdir(parents=True, exist_ok=True)
     with plots.figure(7.0, 4.0) as (made, (panel,)):

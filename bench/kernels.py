@@ -1,11 +1,11 @@
-"""The speed of the sum kernels and of the checksum, on one thread, per dtype, against C, NumPy and torch.
+"""Measures the speed of the sum kernels and of the checksum, on one thread, per dtype, against C, NumPy and torch.
 
-*cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
-again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
-neighbour's load hits all of them, in ten pools one after the other, as where a pool's pages lie makes some percent.
-A timed call comes after untimed ones of the same contestant: plain stores stay in the caches and go to memory during
-the calls that follow, so each pays for its own and not for another's. Figures are medians over all pools, the spread
-is the quartiles, ratios are of medians.
+*cold*: operands come from DRAM. Calls use the partitions of a pool several times as large as the last-level cache, one
+after another. *warm*: calls use one set of buffers. Contestants take turns in random order, so that other load affects
+all of them, in ten pools one after another, because the placement of a pool's pages changes times by a few percent.
+Untimed calls of the same contestant precede a timed call: plain stores stay in the caches and reach memory during later
+calls, so each contestant pays for its own stores. Figures are medians over all pools, the spread is the quartiles,
+ratios are of medians.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import random
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,19 @@ from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Pool, cold_nbyte
 from bpsfast.pyx.tcp import crc32c
 
 Array = np.ndarray[Any, Any]
-Operation = Callable[[list[Array]], None]
+Operation = Callable[[list[Array]], object]
 
 _N_POOLS = 10
 _TURNS = {"cold": 30, "warm": 20}  # in each pool
 _QUICK_N_POOLS = 2
 _QUICK_TURNS = {"cold": 8, "warm": 15}
 _QUICK_DTYPES = ("float32", "float16", "bfloat16")
-_LAST_LEVEL_SHARE = 1.5  # of the last-level cache, what the untimed calls before a cold one walk over
+_LAST_LEVEL_SHARE = 1.5  # bytes of the untimed calls before a cold one, in sizes of the last-level cache
 
 
 @dataclass
 class Row:
-    """Time one contestant in one case; seconds per call."""
+    """Results of one contestant in one case; seconds per call."""
 
     case: str
     dtype: str
@@ -58,8 +57,12 @@ class Row:
         return statistics.median(self.samples_s)
 
 
-def run(json_path: str | None, quick: bool) -> dict[str, Any]:
-    """Measure everything, print a table, write the raw samples to *json_path*, return what was written."""
+def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure everything (with option quick: fewer dtypes and samples), print a table, and return the document.
+
+    It has the raw samples, and is written to option json_path as one JSON document.
+    """
+    quick = bool(options.get("quick"))
     turns, n_pools = (_QUICK_TURNS, _QUICK_N_POOLS) if quick else (_TURNS, _N_POOLS)
     torch, n_threads = _import_torch()
     reference, c_compiler = native.build_sum4()
@@ -78,29 +81,17 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
             torch.set_num_threads(n_threads)
     print(_table(rows))
     result = {
-        "bench": "kernels",
-        "machine": machine_info.describe(),
-        "c_compiler": c_compiler,
-        "pool_nbytes": nbytes,
-        "n_pools": n_pools,
-        "partition_nbytes": PARTITION_NBYTES,
-        "quick": quick,
+        "bench": "kernels", "machine": machine_info.describe(), "c_compiler": c_compiler, "pool_nbytes": nbytes,
+        "n_pools": n_pools, "partition_nbytes": PARTITION_NBYTES, "quick": quick,
         "rows": [{**asdict(row), "median_s": row.median_s, "ratio_to_bpsfast": _ratio(row, rows)} for row in rows],
     }
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    if options.get("json_path") is not None:
+        Path(options["json_path"]).write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def _measure(
-    case: str,
-    name: str,
-    n_arrays: int,
-    contestants: dict[str, Operation],
-    pool_nbytes: int,
-    n_pools: int,
-    turns: dict[str, int],
-) -> list[Row]:
+def _measure(case: str, name: str, n_arrays: int, contestants: dict[str, Operation], pool_nbytes: int, n_pools: int,
+             turns: dict[str, int]) -> list[Row]:
     """Time *contestants*, cold and warm, in each of *n_pools* pools."""
     rows = {(temperature, contestant): Row(case, name, temperature, contestant, PARTITION_NBYTES)
             for temperature in turns for contestant in contestants}
@@ -116,7 +107,7 @@ def _measure(
 def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: Pool, n_turns: int) -> None:
     name, temperature = order[0][0].dtype, order[0][0].temperature
     n_untimed = 1 if temperature == "warm" else _n_calls_to_flush(n_arrays)
-    for turn in range(-1, n_turns):  # turn -1 warms code and page tables
+    for turn in range(-1, n_turns):  # turn -1 warms up code and page tables
         random.shuffle(order)
         for row, operation in order:
             for _ in range(n_untimed):
@@ -130,15 +121,14 @@ def _take_turns(order: list[tuple[Row, Operation]], n_arrays: int, pool: Pool, n
 
 
 def _n_calls_to_flush(n_arrays: int) -> int:
-    """Return after how many calls the caches hold nothing of the contestant before."""
+    """Return the number of calls that evict the previous contestant's data from the caches."""
     return max(1, math.ceil(_LAST_LEVEL_SHARE * last_level_nbytes() / (n_arrays * PARTITION_NBYTES)))
 
 
 def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dict[str, Operation]:
-    """Return ways to make d = a + b + c + e in float32."""
+    """Return functions that compute d = a + b + c + e in float32."""
     kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)(
-        kernels.address("float32")  # as the engine calls it; the C reference is called the same way
-    )
+        kernels.address("float32"))  # like the engine; the C reference is called in the same way
 
     def fused(divisor: int, nontemporal: int, layout: tuple[int, int, int] = (4, 0, 0)) -> Operation:
         def call(v: list[Array]) -> None:
@@ -149,7 +139,7 @@ def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dic
 
     contestants = {
         "bpsfast nontemporal": fused(1, 1),  # the same sum as all others: ((a + b) + c) + e
-        "bpsfast two-level": fused(1, 1, (1, 2, 1)),  # of one rank, two on this machine, one after: a + (b + c) + e
+        "bpsfast two-level": fused(1, 1, (1, 2, 1)),  # inputs of a rank, two of this machine, one more
         "bpsfast plain": fused(1, 0),
         "bpsfast average": fused(4, 1),
     }
@@ -175,10 +165,10 @@ def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dic
 
 
 def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
-    """Return ways to make a += b."""
+    """Return functions that compute a += b."""
     contestants: dict[str, Operation] = {"bpsfast": lambda v: kernels.add_into(v[0], v[1])}
-    if name not in ("float16", "bfloat16"):  # NumPy adds halves one by one, 40 times slower: it would set the pace
-        contestants["numpy"] = _numpy_add
+    if name not in ("float16", "bfloat16"):  # NumPy adds halves one by one, 40 times slower
+        contestants["numpy"] = lambda v: np.add(v[0], v[1], out=v[0])
     if torch is not None:
         dtype = getattr(torch, name)
 
@@ -191,20 +181,12 @@ def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
 
 
 def _checksum_contestants() -> dict[str, Operation]:
-    """Return ways to take a checksum of a: what each end of a connection does with the setting checksum."""
+    """Return functions that compute a checksum of a, as each end of a connection does with setting checksum."""
     return {
-        "bpsfast CRC32C": lambda v: _of_bytes(crc32c, v[0]),
-        "bpsfast CRC32C by tables": lambda v: _of_bytes(partial(crc32c, by_tables=True), v[0]),
-        "zlib CRC32": lambda v: _of_bytes(zlib.crc32, v[0]),
+        "bpsfast CRC32C": lambda v: crc32c(v[0].view(np.uint8).data),
+        "bpsfast CRC32C by tables": lambda v: crc32c(v[0].view(np.uint8).data, by_tables=True),
+        "zlib CRC32": lambda v: zlib.crc32(v[0].view(np.uint8).data),
     }
-
-
-def _of_bytes(checksum: Callable[..., int], array: Array) -> None:
-    checksum(array.view(np.uint8))
-
-
-def _numpy_add(v: list[Array]) -> None:
-    np.add(v[0], v[1], out=v[0])
 
 
 def _import_torch() -> tuple[Any, int]:
@@ -220,7 +202,7 @@ def _import_torch() -> tuple[Any, int]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> float:
-    """Return how many times longer than the first contestant (ours) of its case this one takes."""
+    """Return this row's median divided by that of the first contestant (ours) of its case."""
     ours = next(r for r in rows if (r.case, r.dtype, r.temperature) == (row.case, row.dtype, row.temperature))
     return row.median_s / ours.median_s
 
@@ -229,17 +211,7 @@ def _table(rows: list[Row]) -> str:
     lines = [("case", "dtype", "", "contestant", "median us", "q25", "q75", "GB/s", "time / ours")]
     for row in rows:
         low, _, high = statistics.quantiles(row.samples_s, n=4)
-        lines.append(
-            (
-                row.case,
-                row.dtype,
-                row.temperature,
-                row.contestant,
-                f"{row.median_s * 1e6:.0f}",
-                f"{low * 1e6:.0f}",
-                f"{high * 1e6:.0f}",
-                f"{row.nbytes / row.median_s / 1e9:.2f}",
-                f"{_ratio(row, rows):.2f}",
-            )
-        )
+        lines.append((row.case, row.dtype, row.temperature, row.contestant, f"{row.median_s * 1e6:.0f}",
+                      f"{low * 1e6:.0f}", f"{high * 1e6:.0f}", f"{row.nbytes / row.median_s / 1e9:.2f}",
+                      f"{_ratio(row, rows):.2f}"))
     return output.columns(lines, right=range(4, len(lines[0])))

@@ -1,12 +1,12 @@
-"""``bpsfast perf`` beside perftest, in turns, between two devices of one machine.
+"""Compares ``bpsfast perf`` with perftest, in turns, between two devices of one machine.
 
     python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_perf --json '$OUT/rdma_perf.json'
     python -m bpsfast.bench.rdma_perf --device mlx5_0 --peer mlx5_1
 
-Each round measures every contestant once at each size, so that a neighbour's load hits all of them. Shown are medians
-over the rounds and each one's ratio to perftest; the file holds the raw samples. Both sides of ours are Python
-processes that live through the whole bench; perftest's are started for each measurement, and what they print counts.
-Where perftest (Debian's package) is missing, ours are measured alone.
+Each round measures every contestant once at each size, so that other load affects all of them. The table has medians
+over the rounds and their ratios to perftest; the file holds the raw samples. Both ends of ours are Python processes
+that live through the whole bench. perftest's are started for each measurement, and their output is used. Without
+perftest (a Debian package) only ours are measured.
 """
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _TIMEOUT_S = 60.0
 _TURN_NBYTES = 48 << 20
 _LAT_ITERATIONS = 1000
 _LAT_NBYTES = 8
-#: 4 s, for everybody: an emulator that gets no processor for 67 ms is no lost packet.
+#: Timeout of 4 s for all contestants, because an emulator may be paused for longer than the default of 67 ms.
 _ACK_TIMEOUT = 20
 
 
 class Contestant(NamedTuple):
-    """Who measures what: a perftest program, or one of our operations."""
+    """A perftest program, or one of our operations, and what it measures."""
 
     name: str
     verb: str
@@ -58,23 +58,20 @@ LATENCIES = (Contestant("ib_write_lat", "lat", program="ib_write_lat"),
              Contestant("bpsfast lat write", "lat", operation="write"),
              Contestant("ib_send_lat", "lat", program="ib_send_lat"),
              Contestant("bpsfast lat write_imm", "lat", operation="write_imm"))
-#: ours -> the yardstick
+#: Our contestant -> the perftest program that it is compared with.
 AGAINST = {"bpsfast write": "ib_write_bw", "bpsfast write_imm": "ib_write_bw", "bpsfast lat write": "ib_write_lat",
            "bpsfast lat write_imm": "ib_send_lat"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the bench, or be the other side of ours (--serve)."""
-    parser = argparse.ArgumentParser(prog="python -m bpsfast.bench.rdma_perf", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="rxe1", help="device of the sending side (rxe1)")
-    parser.add_argument("--peer", default="rxe0", help="device of the other side (rxe0)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often everybody is measured (7)")
-    parser.add_argument("--sizes", default="65536,262144,1048576,4194304", help="bytes, for bandwidths")
-    parser.add_argument("--only", choices=["bw", "lat"], help="bandwidths or latencies only")
-    parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    """Run the bench, or the other end of our contestants (--serve)."""
+    made = parser("rdma_perf", __doc__)
+    made.add_argument("--device", default="rxe1", help="device of the sending side (rxe1)")
+    made.add_argument("--peer", default="rxe0", help="device of the other side (rxe0)")
+    made.add_argument("--sizes", default="65536,262144,1048576,4194304", help="bytes, for bandwidths")
+    made.add_argument("--only", choices=["bw", "lat"], help="bandwidths or latencies only")
+    made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
     if options.serve:
         serve(options.device)
         return 0
@@ -92,29 +89,44 @@ def main(arguments: Sequence[str]) -> int:
                 unit = "MB/s" if each.verb == "bw" else "us"
                 print(f"# round {round_ + 1}: {each.name} {nbytes}: {value * _SCALE[each.verb]:.2f} {unit}",
                       file=sys.stderr, flush=True)
-    rows = [row(each, nbytes, samples) for each, nbytes in lineup]
+    rows = []
+    for each, nbytes in lineup:
+        yardstick = samples.get((AGAINST.get(each.name, ""), nbytes))
+        rows.append({"verb": each.verb, "nbytes": nbytes, "against": AGAINST[each.name] if yardstick else None,
+                     **summary(each.name, samples[each.name, nbytes], yardstick)})
     print(table.plain([["", "bytes", "median", "lowest", "highest", "against", "ratio"], *map(cells, rows)]))
-    if options.json:
-        Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine_info.describe(), "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    write(options, rows)
     return 0
 
 
 _SCALE = {"bw": 1e-6, "lat": 1e6}
 
 
-def row(each: Contestant, nbytes: int, samples: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
-    """Return one line of the result: bytes per second, or seconds."""
-    values = samples[each.name, nbytes]
-    yardstick = samples.get((AGAINST.get(each.name, ""), nbytes))
-    return {"name": each.name, "verb": each.verb, "nbytes": nbytes, "median": statistics.median(values),
-            "against": AGAINST[each.name] if yardstick else None,
-            "ratio": statistics.median(values) / statistics.median(yardstick) if yardstick else None,
-            "samples": values}
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of ``python -m bpsfast.bench.NAME`` with the options that `write` reads."""
+    made = argparse.ArgumentParser(prog=f"python -m bpsfast.bench.{name}", description=description,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=7, help="how often every contestant is measured (7)")
+    made.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
+    return made
+
+
+def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write *rows* to the path in option --json, which may contain environment variables."""
+    if options.json:
+        Path(os.path.expandvars(options.json)).write_text(json.dumps(
+            {"machine": machine_info.describe(), "rounds": options.rounds, **more, "rows": rows}, indent=1) + "\n")
+
+
+def summary(name: str, values: Sequence[float], yardstick: Sequence[float] | None) -> dict[str, Any]:
+    """Return the median of *values*, its ratio to that of *yardstick*, and the samples."""
+    median = statistics.median(values)
+    return {"name": name, "median": median, "ratio": median / statistics.median(yardstick) if yardstick else None,
+            "samples": list(values)}
 
 
 def cells(found: dict[str, Any]) -> list[str]:
-    """Return a row for people: MB/s or us."""
+    """Return a row of the printed table: MB/s or us."""
     scale, unit = _SCALE[found["verb"]], "MB/s" if found["verb"] == "bw" else "us"
     values = [found["median"], min(found["samples"]), max(found["samples"])]
     return [found["name"], str(found["nbytes"]), *(f"{value * scale:.2f} {unit}" for value in values),
@@ -122,25 +134,25 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 
 def iterations(each: Contestant, nbytes: int) -> int:
-    """Return how many messages one turn measures."""
+    """Return the number of messages in a turn."""
     return _LAT_ITERATIONS if each.verb == "lat" else max(16, min(1000, _TURN_NBYTES // nbytes))
 
 
 # -- ours --------------------------------------------------------------------------------------------------------
 
 def ours(each: Contestant, nbytes: int, device: str) -> float:
-    """Return what ours measures: bytes per second, or seconds."""
+    """Measure one of ours; return bytes per second, or seconds."""
     plan = plans.make(each.verb, {"operation": each.operation, "sizes": (nbytes,), "ack_timeout": _ACK_TIMEOUT,
                                   "iterations": iterations(each, nbytes)})
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     with control.connect("127.0.0.1", _OUR_PORT, _KEY, _TIMEOUT_S, _TIMEOUT_S) as connection:
-        visit = PerfRun(connection, _KEY, loaded, lambda row: None)
-        visit.as_client(plan, lambda: None)
-    return visit.rows[0]["average_bytes_per_s" if each.verb == "bw" else "typical_s"]
+        run = PerfRun(connection, _KEY, loaded, lambda row: None)
+        run.as_client(plan, lambda: None)
+    return run.rows[0]["average_bytes_per_s" if each.verb == "bw" else "typical_s"]
 
 
 def serve(device: str) -> None:
-    """Be the other side of ours until standard input ends."""
+    """Serve our contestants as the other end, until SIGTERM."""
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with control.listen(_OUR_PORT, "127.0.0.1") as listener:
@@ -151,7 +163,7 @@ def serve(device: str) -> None:
 
 @contextmanager
 def serving(device: str) -> Iterator[None]:
-    """Have `serve` in a process of its own."""
+    """Run `serve` in a process of its own."""
     child = subprocess.Popen([sys.executable, "-m", "bpsfast.bench.rdma_perf", "--serve", "--device", device])
     try:
         yield
@@ -163,10 +175,9 @@ def serving(device: str) -> Iterator[None]:
 # -- perftest ----------------------------------------------------------------------------------------------------
 
 def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence[str] = ()) -> float:
-    """Return what perftest, with options *more*, prints: bytes per second, or seconds (t_typical)."""
-    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more]
-    common += ["-u", str(_ACK_TIMEOUT)]
-    common += ["--report_gbits"] if each.verb == "bw" else []
+    """Run perftest with options *more*; return bytes per second, or seconds (t_typical)."""
+    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more,
+              "-u", str(_ACK_TIMEOUT), *(["--report_gbits"] if each.verb == "bw" else [])]
     server = subprocess.Popen([*common, "-d", peer, "-x", str(gid_index(peer))], stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
     try:
@@ -183,13 +194,13 @@ def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence
 
 
 def gid_index(device: str) -> int:
-    """Return the row of the GID table that ours would use too."""
+    """Return the GID index that ours would use."""
     gid = choose(Host(), devices=f"={device}").require()[0].gid
     return gid.index if gid else 0
 
 
 def await_listener(port: int, server: subprocess.Popen) -> None:
-    """Wait until *server* listens on *port*; to connect would be to be its client."""
+    """Wait until *server* listens on *port*, without connecting to it (it serves one client only)."""
     wanted = f":{port:04X} "
     deadline = time.monotonic() + _TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:

@@ -1,55 +1,49 @@
-"""A push_pull of two nodes over rdma beside ``ib_write_bw -b``, in turns, between two devices of one machine.
+"""Compares a push_pull of two nodes over rdma with ``ib_write_bw -b``, in turns, between two devices of one machine.
 
     python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_push_pull --json '$OUT/rdma_push_pull.json'
     python -m bpsfast.bench.rdma_push_pull --devices mlx5_0,mlx5_1
 
-Each of the two ranks has *--size* bytes; every byte passes once each way, as a partial or as a result, so a push_pull
-of t seconds moves 2 * size / t, which perftest shows for both directions together. Ours is measured with sums and with
-``sums=off``, whose results are garbage: the share of the two CPUs that also sum. Where perftest is missing, ours alone.
+Each of the two ranks has *--size* bytes. Every byte passes once in each direction, as a partial or a result, so a
+push_pull of t seconds moves 2 * size / t bytes a second, which is perftest's figure for both directions together. Ours
+is measured with sums and with ``sums=off`` (whose results are wrong), to see the cost of summing. Without perftest only
+ours is measured.
 """
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shutil
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bpsfast.base.value_formats import parse_size
 from bpsfast.bench import rdma_perf
-from bpsfast.bench.harness import machine_info, table
+from bpsfast.bench.harness import table
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.rdma_perf import Contestant
 
 _YARDSTICK = Contestant("ib_write_bw -b", "bw", program="ib_write_bw")
 _MESSAGE_NBYTES = 4 << 20
-#: An emulated machine starts slowly, and sends again late.
-_PATIENT = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "helper_lease_s": 0, "heartbeat_s": 5.0}
+#: Settings for an emulated machine, which starts slowly and retransmits late.
+_PATIENT: dict[str, Any] = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "helper_lease_s": 0,
+                            "heartbeat_s": 5.0}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the bench."""
-    parser = argparse.ArgumentParser(prog="python -m bpsfast.bench.rdma_push_pull", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rdma_perf.parser("rdma_push_pull", __doc__)
     parser.add_argument("--devices", default="rxe0,rxe1", help="device of each node (rxe0,rxe1)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often everybody is measured (7)")
     parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
-    parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
     options = parser.parse_args(arguments)
     devices, nbytes = options.devices.split(","), parse_size(options.size)
     if len(devices) != 2 or not nbytes:
         parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
     samples = measure(devices, nbytes, options.rounds)
-    rows = [row(name, values, samples) for name, values in samples.items()]
+    yardstick = samples.get(_YARDSTICK.name)
+    rows = [rdma_perf.summary(name, values, yardstick if name != _YARDSTICK.name else None)
+            for name, values in samples.items()]
     print(table.plain([["", "MB/s both ways", "lowest", "highest", f"of {_YARDSTICK.name}"], *map(cells, rows)]))
-    if options.json:
-        Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine_info.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows},
-            indent=1) + "\n")
+    rdma_perf.write(options, rows, nbytes=nbytes)
     return 0
 
 
@@ -72,15 +66,8 @@ def measure(devices: Sequence[str], nbytes: int, n_rounds: int) -> dict[str, lis
     return samples
 
 
-def row(name: str, values: Sequence[float], samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one line of the result; bytes per second."""
-    yardstick = samples.get(_YARDSTICK.name) if name != _YARDSTICK.name else None
-    ratio = statistics.median(values) / statistics.median(yardstick) if yardstick else None
-    return {"name": name, "median": statistics.median(values), "ratio": ratio, "samples": list(values)}
-
-
 def cells(found: dict[str, Any]) -> list[str]:
-    """Return a row for people."""
+    """Return a row of the printed table."""
     values = [found["median"], min(found["samples"]), max(found["samples"])]
     return [found["name"], *(f"{value / 1e6:.2f}" for value in values),
             f"{found['ratio']:.3f}" if found["ratio"] else ""]

@@ -1,9 +1,9 @@
-"""``make results``: measures anew every figure and plot that README, DESIGN and this folder's README show.
+"""``make results``: measures every figure and plot of README, DESIGN and this folder's README again.
 
-Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
-ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run
-here, for want of root, a GPU, RDMA devices or a package, is named and left as it was. A piece that fails is reported,
-and the others go on. At the end the READMEs' numbers are replaced by those that the files have now.
+Each piece is a command that can also be run alone; all write into ``bench/results``. ``make results ARGS=--list`` shows
+files, times and requirements. Pieces run one after another, because they share two cores. A piece that cannot run here
+(without root, a GPU, RDMA devices or a package) is reported, and its files stay unchanged. If a piece fails, it is
+reported and the others continue. At the end the READMEs' numbers are replaced by those of the files.
 """
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _gpu() -> str | None:
 
 
 class Piece(NamedTuple):
-    """One command: the files it writes into `RESULTS` (patterns), minutes on two cores, and why it cannot run here.
+    """One command: patterns of the files it writes into `RESULTS`, minutes on two cores, and why it cannot run here.
 
-    `command` begins with "bpsfast", "python" or "make": those of this environment.
+    `command` begins with "bpsfast", "python" or "make", which are those of this environment.
     """
 
     name: str
@@ -81,12 +81,12 @@ def _bench(command: str, file: str, minutes: float, lacking: Callable[[], str | 
 
 
 def _in_guest(program: str, file: str, minutes: float) -> Piece:
-    """Return a piece whose *program*, a line of the guest's shell, writes ``$OUT/file`` there."""
+    """Return a piece that runs *program*, a shell command, in the guest, where it writes ``$OUT/file``."""
     command = f"python -m tests.guest run --out {RESULTS} --timeout 1800 -- sh -c {shlex.quote(program)}"
     return Piece(file.partition(".")[0], command, (file,), minutes, _guest)
 
 
-#: In the order in which they run: what has least to do with the network first; expr2 and breakdown need expr3.
+#: In the order in which they run: those that use the network least come first; expr2 and breakdown need expr3.
 PIECES = (
     _bench("kernels", "kernels.json", 11),
     _bench("codecs", "codecs.jsonl", 4),
@@ -121,7 +121,7 @@ PIECES = (
 
 
 class Outcome(NamedTuple):
-    """What came of a piece: "written", or why it was not; `written`: its files that are newer than its begin."""
+    """Result of a piece: "written", or why not; `written`: its files that are newer than its start."""
 
     piece: Piece
     state: str
@@ -130,12 +130,12 @@ class Outcome(NamedTuple):
 
     @property
     def is_failed(self) -> bool:
-        """Tell whether it could run and did not do what it should."""
+        """Return whether the piece could run and failed."""
         return self.state.startswith("FAILED")
 
 
 def regenerate(piece: Piece, folder: Path = ROOT) -> Outcome:
-    """Run one piece in *folder*, the project's; its output is this process's."""
+    """Run one piece in *folder*, the root of the project; it prints to this process's output."""
     lacking = piece.lacking()
     if lacking is not None:
         return Outcome(piece, f"not here: {lacking}")
@@ -155,12 +155,12 @@ def regenerate(piece: Piece, folder: Path = ROOT) -> Outcome:
 
 
 def _environ() -> dict[str, str]:
-    """Return this environment, in which bpsfast and python are those that run this."""
+    """Return this process's environment, with its own bpsfast and python first in PATH."""
     return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
 
 
 def listing(pieces: Sequence[Piece]) -> str:
-    """Return what each writes, how long it takes, and what it lacks here."""
+    """Return a table of the pieces: files, minutes, and what is missing here."""
     lines, able = [], []
     for piece in pieces:
         lacking = piece.lacking()
@@ -177,7 +177,7 @@ def listing(pieces: Sequence[Piece]) -> str:
 @click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
 @exit_codes.exit_on_error
 def main(only: str | None, without: str | None, only_list: bool) -> None:
-    """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
+    """Measure all results again, which takes hours. Exit code 1 if a piece failed."""
     known = [piece.name for piece in PIECES]
     wanted = known if only is None else parse_names("--only", only, known)
     left_out = () if without is None else parse_names("--without", without, known)

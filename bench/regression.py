@@ -1,8 +1,8 @@
-"""Compares two runs of one benchmark: by which factor the second is slower, and how certain that is.
+"""Compares two runs of one benchmark: the factor by which the second is slower, and how certain that is.
 
 The factor is that of the medians, with a bootstrap confidence interval. Samples of one turn are alike, so whole turns
 are drawn, and fewer than three of them show nothing, however many samples each has; single samples are drawn where
-turns are not known. What a neighbour's load did to one run and not to the other no interval can know.
+turns are not known. The interval does not include load of other programs that only one of the runs had.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Regression:
     only_after: tuple[str, ...]
 
     def data(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return this for JSON."""
         return asdict(self)
 
 
@@ -62,21 +62,10 @@ def check(before: ResultFile, after: ResultFile, any_bench: bool, any_machine: b
 
 def compare(before: Mapping[str, Series], after: Mapping[str, Series], confidence: float = 0.95,
             threshold: float = 0.05, seed: int = 0) -> Regression:
-    """Return the rows of both runs.
+    """Return the rows of both runs, with intervals of *confidence*.
 
-    Parameters
-    ----------
-    confidence
-        Of the interval, such as 0.95.
-    threshold
-        Changes up to this share are none: with 0.05 factors from 1/1.05 to 1.05.
-    seed
-        Of the draws; the same one gives the same intervals.
-
-    Raises
-    ------
-    ConfigError
-        If no row is in both runs, or an option makes no sense.
+    Changes up to the share *threshold* are ignored: with 0.05 factors from 1/1.05 to 1.05. The same *seed* gives the
+    same intervals. Raises `ConfigError` if no row is in both runs, or an option makes no sense.
     """
     if not 0 < confidence < 1 or threshold < 0:
         raise ConfigError(f"confidence {confidence:g} and threshold {threshold:g}: expected a share between 0 and 1, "
@@ -104,7 +93,7 @@ def _row(name: str, before: Series, after: Series, confidence: float, threshold:
 
 
 def verdict(low: float, high: float, threshold: float) -> str:
-    """Say what an interval of the ratio shows: "unclear" where it holds both a change and none."""
+    """Return what an interval of the ratio shows: "unclear" where it contains both a change and no change."""
     most = 1 + threshold
     if low > most:
         return SLOWER
@@ -125,6 +114,6 @@ def _medians(series: Series, rng: np.random.Generator) -> np.ndarray[Any, Any]:
 
 
 def _turns(series: Series) -> np.ndarray[Any, Any]:
-    """Return what is drawn: a line for each turn, or for each sample where turns of that length do not come out."""
+    """Return the units that are drawn: a row for each turn, or for each sample where turns are not known."""
     samples = np.array(series.samples_s)
     return samples.reshape(-1, 1 if len(samples) % series.n_per_round else series.n_per_round)

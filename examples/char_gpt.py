@@ -2,9 +2,9 @@
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/char_gpt.py --steps 300
 
-A trainer as people write them for their own models: gradients are accumulated over micro-batches, of which only the
-last one exchanges (`no_sync`), and clipped; the learning rate warms up and falls by a cosine; the loss on unseen text
-is the mean over all ranks; at the end rank 0 writes some text. The text comes with Python, so nothing is fetched.
+A typical trainer for a model of one's own. It accumulates gradients over micro-batches, of which only the last one
+exchanges (`no_sync`), and clips them. The learning rate warms up and decays with a cosine. The loss on unseen text is
+the mean over all ranks, and at the end rank 0 writes some text. The text comes with Python, so nothing is downloaded.
 """
 import argparse
 import ast
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def documentation(n_modules=60):
-    """Return the docstrings of modules of Python's library, one after the other."""
+    """Return the docstrings of modules of Python's library, one after another."""
     found = []
     for path in sorted(Path(ast.__file__).parent.glob("[a-z]*.py"))[:n_modules]:
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
@@ -30,7 +30,7 @@ def documentation(n_modules=60):
 
 
 class Characters:
-    """The alphabet of a text, as numbers."""
+    """The alphabet of a text, which maps characters to numbers."""
 
     def __init__(self, text):
         self.letters = sorted(set(text))
@@ -46,7 +46,7 @@ class Characters:
 
 
 class Block(torch.nn.Module):
-    """Attention to what came before, and a perceptron; both added to what comes in."""
+    """Attention to earlier positions, and a perceptron; both are added to the input."""
 
     def __init__(self, width, n_heads):
         super().__init__()
@@ -67,7 +67,7 @@ class Block(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """Which character comes next, at each place of texts of up to *context* characters."""
+    """Predicts the next character at each position of texts of up to *context* characters."""
 
     def __init__(self, n_letters, context, width, n_blocks, n_heads):
         super().__init__()
@@ -107,7 +107,7 @@ def loss_of(model, inputs, targets):
 
 @torch.no_grad()
 def evaluate(model, text, options):
-    """Return the mean loss of all ranks, each on other pieces of *text*."""
+    """Return the mean loss of all ranks, each on different pieces of *text*."""
     model.eval()
     generator = torch.Generator().manual_seed(dist.get_rank())
     loss = sum(loss_of(model.module, *batch(text, options, generator)) for _ in range(4)) / 4
@@ -117,7 +117,7 @@ def evaluate(model, text, options):
 
 
 def rate(step, options):
-    """Return the learning rate of *step*: a warm-up, then half a cosine."""
+    """Return the learning rate of *step*: a warm-up, then a cosine decay."""
     n_warmup = max(1, options.steps // 20)
     if step < n_warmup:
         return options.rate * (step + 1) / n_warmup

@@ -1,11 +1,11 @@
-"""A trainer without a framework whose arrays may lie on a GPU: a perceptron in NumPy or CuPy learns handwritten digits.
+"""A trainer without a framework whose arrays may be on a GPU: a perceptron in NumPy or CuPy learns handwritten digits.
 
     bpsfast run -n 2 -- python examples/cupy_trainer.py --device cuda    # CuPy arrays, on each rank's current GPU
-    bpsfast run -n 2 -- python examples/cupy_trainer.py --device host    # the host device: the same way, without a GPU
+    bpsfast run -n 2 -- python examples/cupy_trainer.py --device host    # the host device: the same code, without a GPU
     bpsfast run -n 2 -- python examples/cupy_trainer.py --device none    # NumPy arrays in shared memory
 
-A gradient goes out when the work that computes it is enqueued, and is waited for, by the stream and not by the host,
-when the next forward pass needs its layer. host and none end with the same weights, bit for bit.
+A gradient is announced when the work that computes it is enqueued. When the next forward pass needs its layer, the
+stream (not the host) waits for the sum. host and none end with the same weights, bit for bit.
 """
 import argparse
 import functools
@@ -20,7 +20,7 @@ LAYERS = [("w1", (64, 128)), ("b1", (128,)), ("w2", (128, 64)), ("b2", (64,)), (
 
 
 def digits(xp):
-    """Return images, labels as rows of one 1 each, to train on and to test with."""
+    """Return images and one-hot labels, for training and for testing."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -30,7 +30,7 @@ def digits(xp):
 
 
 def weights(xp):
-    """Return rank 0's random weights, on all ranks. They travel as NumPy arrays."""
+    """Return rank 0's random weights on all ranks; they are broadcast as NumPy arrays."""
     draw = np.random.default_rng(bpsfast.rank())
     found = {}
     for name, shape in LAYERS:
@@ -46,7 +46,7 @@ def update(parameters, gradients, layer):
 
 
 def forward(xp, parameters, x, before=lambda layer: None):
-    """Return what each layer got, and the outputs; *before* is called with each layer before it is used."""
+    """Return the inputs of each layer, and the outputs; *before* is called with each layer before it is used."""
     inputs = []
     for layer in (1, 2, 3):
         before(layer)
@@ -58,7 +58,7 @@ def forward(xp, parameters, x, before=lambda layer: None):
 
 
 def backward(xp, parameters, gradients, inputs, slope):
-    """Let each gradient go as soon as the work that computes it is enqueued."""
+    """Announce each gradient as soon as the work that computes it is enqueued."""
     for layer in (3, 2, 1):
         w, b = f"w{layer}", f"b{layer}"
         gradients[w][...] = inputs[layer - 1].T @ slope
@@ -70,11 +70,11 @@ def backward(xp, parameters, gradients, inputs, slope):
 
 
 def train(xp, device):
-    """Return the weights, and which share of the test images they read right."""
+    """Return the weights and their accuracy on the test images."""
     images, labels, test_images, test_labels = digits(xp)
     parameters = weights(xp)
     gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in LAYERS}, device=device)
-    order = np.random.default_rng(1)  # the same on all ranks: each takes its part
+    order = np.random.default_rng(1)  # the same on all ranks; each uses its part
     size, under_way = bpsfast.size(), False
     for epoch in range(N_EPOCHS):
         steps = order.permutation(len(images))[: len(images) // (size * N_SAMPLES) * size * N_SAMPLES]

@@ -2,8 +2,8 @@
 
     bpsfast run -n 4 --nodes 2 -- python examples/custom_trainer.py
 
-Each rank sees its own samples. A gradient goes out as soon as backward has made it, and is waited for only when the
-next forward pass needs its layer, so sums travel while the rank computes.
+Each rank has its own samples. A gradient is announced as soon as backward has computed it, and the rank waits for the
+sum only when the next forward pass needs the layer, so sums overlap with computing.
 """
 import numpy as np
 
@@ -14,7 +14,7 @@ LAYERS = {"w1": ((16, 32), "float32"), "b1": ((32,), "float32"), "w2": ((32, 1),
 
 
 def samples(generator):
-    """Return inputs and the function that is to be learned."""
+    """Return inputs and the values of the function to learn."""
     x = generator.standard_normal((N_SAMPLES, 16), dtype=np.float32)
     return x, np.sin(x[:, :1]) * x[:, 1:2]
 
@@ -65,7 +65,7 @@ def main():
         if step % 50 == 0 and bpsfast.rank() == 0:
             print(f"step {step}: loss {np.mean((output - target) ** 2):.4f}", flush=True)
     gradients.step()
-    of_rank_0 = [bpsfast.broadcast(p.copy(), root_rank=0) for p in parameters.values()]  # all ranks, each of them
+    of_rank_0 = [bpsfast.broadcast(p.copy(), root_rank=0) for p in parameters.values()]  # all ranks, in order
     same = all((p == other).all() for p, other in zip(parameters.values(), of_rank_0))
     n_same = bpsfast.push_pull(np.array([same], np.int32), average=False, name="check")[0]
     if bpsfast.rank() == 0:

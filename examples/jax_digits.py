@@ -1,9 +1,9 @@
-"""A network in JAX that reads handwritten digits, with optax, on several ranks: everything of a step is in one jit.
+"""A network in JAX and optax that reads handwritten digits, on several ranks; each step is a single jit.
 
     bpsfast run -n 4 --nodes 2 --helpers 1 -- python examples/jax_digits.py
-    python examples/jax_digits.py --alone 2,2          # the same in one process, to the bit
+    python examples/jax_digits.py --alone 2,2          # the same in one process, bit for bit
 
-Each rank sees its own part of every batch. It needs jax, optax and scikit-learn.
+Each rank has its own part of every batch. It needs jax, optax and scikit-learn.
 """
 import argparse
 import hashlib
@@ -47,7 +47,7 @@ def batches(x, y, size):
 def train(x, y):
     """Train as one rank of a job."""
     bps.init()
-    params = bps.broadcast(network(jax.random.key(bps.rank())), root_rank=0)  # each has begun with others
+    params = bps.broadcast(network(jax.random.key(bps.rank())), root_rank=0)  # ranks begin with different ones
     optimizer = bps.DistributedOptimizer(optax.adam(5e-3))
     state = optimizer.init(params)
 
@@ -62,7 +62,7 @@ def train(x, y):
 
 
 def train_alone(x, y, ranks):
-    """Train as so many ranks on each node do, in one process that adds their gradients in the same order."""
+    """Train like *ranks* ranks of each node, in one process that adds gradients in the same order."""
     params = network(jax.random.key(0))
     optimizer = optax.adam(5e-3)
     state = optimizer.init(params)

@@ -1,9 +1,9 @@
 """A Keras network that reads handwritten digits, trained by fit() on several ranks, on any backend of Keras 3.
 
     KERAS_BACKEND=jax bpsfast run -n 4 --nodes 2 --helpers 1 -- python examples/keras_digits.py
-    KERAS_BACKEND=jax python examples/keras_digits.py --alone 2,2          # the same in one process, to the bit
+    KERAS_BACKEND=jax python examples/keras_digits.py --alone 2,2          # the same in one process, bit for bit
 
-Each rank sees its own part of every batch. It needs keras, tensorflow, torch or jax (with optax), and scikit-learn.
+Each rank has its own part of every batch. It needs keras, tensorflow, torch or jax (with optax), and scikit-learn.
 """
 import argparse
 import hashlib
@@ -37,7 +37,7 @@ def part_of(array, rank, size):
 def train(x, y):
     """Train as one rank of a job."""
     bps.init()
-    model = network(seed=bps.rank())  # each has begun with others: rank 0's are broadcast
+    model = network(seed=bps.rank())  # weights differ until rank 0's are broadcast
     model.compile(bps.DistributedOptimizer(keras.optimizers.Adam(5e-3)), loss(), metrics=["accuracy"])
     callbacks = [bps.callbacks.BroadcastGlobalVariablesCallback(0), bps.callbacks.MetricAverageCallback()]
     x, y = (part_of(array, bps.rank(), bps.size()) for array in (x, y))
@@ -46,7 +46,7 @@ def train(x, y):
 
 
 def train_alone(x, y, ranks):
-    """Train as so many ranks on each node do, in one process that adds their gradients in the same order."""
+    """Train like *ranks* ranks of each node, in one process that adds gradients in the same order."""
     model, optimizer, size = network(seed=0), keras.optimizers.Adam(5e-3), sum(ranks)
     optimizer.build(model.trainable_variables)
     gradients, update = functions_of(model, optimizer)
@@ -64,7 +64,7 @@ def train_alone(x, y, ranks):
 
 
 def functions_of(model, optimizer):
-    """Return a function that computes gradients as arrays, and one that applies such, compiled as fit() compiles."""
+    """Return a function that computes gradients as arrays, and one that applies them, compiled as in fit()."""
     cross_entropy, variables = loss(), model.trainable_variables
     arrays = keras.ops.convert_to_numpy
     if keras.backend.backend() == "torch":

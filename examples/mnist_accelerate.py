@@ -1,9 +1,9 @@
-"""Handwritten digits by Hugging Face Accelerate.
+"""Handwritten digits with Hugging Face Accelerate.
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/mnist_accelerate.py
 
-Accelerate knows only gloo and MPI for CPUs, and refuses other names in InitProcessGroupKwargs; it takes the group that
-is there already.
+Accelerate supports only gloo and MPI on CPUs, and rejects other names in InitProcessGroupKwargs; but it uses a process
+group that exists already.
 """
 import mnist_ddp
 import torch

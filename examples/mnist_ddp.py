@@ -1,4 +1,4 @@
-"""Handwritten digits by DistributedDataParallel: plain PyTorch; "bpsfast" stands where "gloo" stood.
+"""Handwritten digits with DistributedDataParallel: plain PyTorch with "bpsfast" instead of "gloo".
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/mnist_ddp.py
 """
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def digits():
-    """Return images of 8 x 8 pixels with their labels, to train on and to test with."""
+    """Return images of 8 x 8 pixels with labels, for training and for testing."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target)
@@ -28,7 +28,7 @@ def network():
 
 
 def accuracy(model, dataset):
-    """Return which share of *dataset* is read right: each rank reads its part of it."""
+    """Return the accuracy on *dataset*, of which each rank reads a part."""
     model.eval()
     images, labels = dataset[dist.get_rank()::dist.get_world_size()]
     with torch.no_grad():
@@ -39,7 +39,7 @@ def accuracy(model, dataset):
 
 
 def train(n_epochs=3):
-    """Train in the default process group; return the model's weights in one short word."""
+    """Train in the default process group; return a short checksum of the weights."""
     torch.manual_seed(0)
     training, testing = digits()
     sampler = DistributedSampler(training)

@@ -1,8 +1,8 @@
-"""Handwritten digits by the Trainer of Hugging Face Transformers.
+"""Handwritten digits with the Trainer of Hugging Face Transformers.
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/mnist_hf_trainer.py
 
-`--ddp_backend` has a list of the names it knows; the Trainer takes the group that is there already.
+`--ddp_backend` accepts only certain names; but the Trainer uses a process group that exists already.
 """
 import tempfile
 
@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 
 class Reader(torch.nn.Module):
-    """A model as the Trainer wants it: batches by keyword, the loss among its results."""
+    """A model for the Trainer: batches are keyword arguments, and the results have the loss."""
 
     def __init__(self):
         super().__init__()

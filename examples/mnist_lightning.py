@@ -1,4 +1,4 @@
-"""Handwritten digits by Lightning: the strategy is told the backend's name.
+"""Handwritten digits with Lightning, whose strategy gets the name of the backend.
 
     BPSFAST_TORCH_AUTOLOAD=1 torchrun --nproc-per-node 2 examples/mnist_lightning.py
 """

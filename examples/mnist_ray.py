@@ -1,4 +1,4 @@
-"""The training of mnist_ddp.py on Ray Train: the workers' process group is made by name.
+"""The training of mnist_ddp.py on Ray Train, which makes the workers' process group by name.
 
     python examples/mnist_ray.py
 """
@@ -13,13 +13,13 @@ HERE = str(Path(__file__).resolve().parent)
 
 
 def train():
-    """Train on one of Ray's workers, whose process group is there already."""
+    """Train on one of Ray's workers, which already has a process group."""
     import torch
 
     sys.path.insert(0, HERE)
     import mnist_ddp
 
-    torch.set_num_threads(1)  # as torchrun does
+    torch.set_num_threads(1)  # like torchrun
     print(f"rank {torch.distributed.get_rank()}: weights {mnist_ddp.train()}", flush=True)
 
 

@@ -1,10 +1,10 @@
-"""Handwritten digits by torchft: replicas are lost and come back, and those that are there train on; bpsfast sums.
+"""Handwritten digits with torchft: replicas are lost and return while the others train on; bpsfast sums.
 
     python examples/mnist_torchft.py
 
-Three replicas train. The last one is killed in the middle of a step, and started again, while the others train on; it
-gets its state from them. After so many steps of all three they have the same weights. torchft decides who takes part in
-a step; `ReplicaGroup` is what it is given for a process group.
+Three replicas train. The last one is killed in the middle of a step and started again while the others train on; it
+gets its state from them. At the end all three have the same weights. torchft decides which replicas take part in a
+step; `ReplicaGroup` is its process group.
 """
 import argparse
 import hashlib
@@ -22,14 +22,14 @@ from torchft.coordination import LighthouseServer
 
 from bpsfast.torch.backend import ReplicaGroup
 
-#: It ends after so many steps of all replicas; one is killed in the middle of a step before.
+#: Steps of all replicas after which the training ends, and the earlier step in which one replica is killed.
 N_STEPS, KILLED = 60, 20
 N_REPLICAS, BATCH = 3, 32
 TIMEOUT = timedelta(seconds=60)
 
 
 def replica(number, lighthouse, dies):
-    """Train as one replica; kill yourself if *dies*."""
+    """Train as one replica, which kills itself if *dies*."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     training, testing = mnist_ddp.digits()
@@ -59,7 +59,7 @@ def replica(number, lighthouse, dies):
         if dies and n_full == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
-        # Not torchft's DistributedDataParallel: it (0.2.0) ends with an AssertionError where a call fails on the CPU.
+        # torchft's DistributedDataParallel (0.2.0) raises an AssertionError if a call fails on the CPU.
         for work in [manager.allreduce(weight.grad) for weight in network.parameters()]:
             work.wait()
         optimizer.step()

@@ -19,7 +19,7 @@ def main():
     digits = load_digits()
     x, y = (digits.data / 16).astype(np.float32), digits.target.astype(np.float32)
     test, rest = slice(0, 300), slice(300, None)
-    mx.random.seed(bps.rank())  # each rank begins with others: the trainer broadcasts those of rank 0
+    mx.random.seed(bps.rank())  # ranks begin with different weights; the trainer broadcasts rank 0's
     net = nn.Sequential()
     net.add(nn.Dense(48, activation="relu"), nn.Dense(10))
     net.initialize(mx.init.Xavier())

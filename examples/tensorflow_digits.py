@@ -1,9 +1,9 @@
-"""A network in TensorFlow that reads handwritten digits on several ranks, in a loop of one's own: BytePS's example.
+"""A network in TensorFlow that reads handwritten digits on several ranks, with a custom loop, as in BytePS's example.
 
     bpsfast run -n 4 --nodes 2 --helpers 1 -- python examples/tensorflow_digits.py
-    python examples/tensorflow_digits.py --alone 2,2          # the same in one process, to the bit
+    python examples/tensorflow_digits.py --alone 2,2          # the same in one process, bit for bit
 
-Each rank sees its own part of every batch. It needs tensorflow and scikit-learn.
+Each rank has its own part of every batch. It needs tensorflow and scikit-learn.
 """
 import argparse
 import hashlib
@@ -61,14 +61,14 @@ def train(x, y):
             value = loss(variables, x, y)
         update(variables, tape.gradient(value, variables))
 
-    bps.broadcast_variables(variables, root_rank=0)  # each has begun with others
+    bps.broadcast_variables(variables, root_rank=0)  # ranks begin with different ones
     for parts in batches(x, y, bps.size()):
         step(*parts[bps.rank()])
     return f"rank {bps.rank()}", variables
 
 
 def train_alone(x, y, ranks):
-    """Train as so many ranks on each node do, in one process that adds their gradients in the same order."""
+    """Train like *ranks* ranks of each node, in one process that adds gradients in the same order."""
     variables = network(0)
 
     @tf.function

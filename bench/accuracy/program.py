@@ -1,4 +1,4 @@
-"""One rank that trains the task with each codec and seed, one after another, in one job.
+"""One rank, which trains the task with each codec and seed, one after another, in one job.
 
     python -m bpsfast.bench.accuracy.program JSON       {"codecs": ["", "onebit"], "n_seeds": 2, "n_epochs": 20}
 """
@@ -13,24 +13,25 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench.accuracy import MARK, task
+from bpsfast.bench.accuracy import task
+from bpsfast.bench.harness import job_output
 from bpsfast.tools.planner.prediction import parse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one rank from `init` to `shutdown`; print what came out."""
+    """Run one rank from `init` to `shutdown`; print the results."""
     options = json.loads(arguments[0])
     bpsfast.init()
     digits = task.load()
     runs = [_run(digits, codec, seed, options["n_epochs"])
             for seed in range(options["n_seeds"]) for codec in options["codecs"]]
-    print(f"{MARK}{json.dumps({'rank': bpsfast.rank(), 'runs': runs})}", flush=True)
+    job_output.tell(bpsfast.rank(), runs=runs)
     bpsfast.shutdown()
     return 0
 
 
 def _run(digits: task.Digits, codec: str, seed: int, n_epochs: int) -> dict[str, Any]:
-    """Train once, under names of its own: nothing is left over from another training."""
+    """Train once, with tensor names that no other training uses, so that none shares state with it."""
     shapes = {name: weight.shape for name, weight in task.weights(seed).items()}
     gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()},
                                   prefix=f"{codec or 'uncompressed'} {seed} ",

@@ -1,7 +1,7 @@
-"""The task of `bench accuracy`: scikit-learn's handwritten digits, learned by a small perceptron in NumPy.
+"""The task of `bench accuracy`: a small perceptron in NumPy learns scikit-learn's handwritten digits.
 
-Every rank has half of each batch; weights, batches and rates follow from the seed, so that trainings of one seed differ
-by nothing but what happens to their gradients.
+Each rank has half of each batch. Weights, batches and learning rates follow from the seed, so that trainings of one
+seed differ only in the exchange of their gradients.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-#: Test images, of 1,797.
+#: Number of test images; there are 1,797 images.
 N_TEST = 597
 LAYERS = (64, 256, 128, 10)
 BATCH = 32
@@ -23,7 +23,7 @@ _SPLIT_SEED = 7
 
 
 class Digits(NamedTuple):
-    """Images are (n, 64) float32 from 0 to 1, labels (n,) integers."""
+    """Images of shape (n, 64), float32 from 0 to 1, and labels of shape (n,), integers."""
 
     train_images: Array
     train_labels: Array
@@ -42,7 +42,7 @@ def load() -> Digits:
 
 
 def weights(seed: int) -> dict[str, Array]:
-    """Return the weights to begin with, by name in forward order."""
+    """Return the initial weights by name, in forward order."""
     draw = np.random.default_rng(seed)
     found: dict[str, Array] = {}
     for layer, (n_in, n_out) in enumerate(itertools.pairwise(LAYERS)):
@@ -56,31 +56,33 @@ def rate_of(epoch: int, n_epochs: int) -> float:
     return _RATE * (1.0 if 3 * epoch < 2 * n_epochs else 0.1 if 9 * epoch < 8 * n_epochs else 0.01)
 
 
+def forward(net: Mapping[str, Array], images: Array) -> list[Array]:
+    """Return the inputs of all layers, and the outputs of the last."""
+    inputs = [images]
+    for layer in range(len(LAYERS) - 1):
+        z = inputs[-1] @ net[f"{layer}.weight"] + net[f"{layer}.bias"]
+        inputs.append(z if layer == len(LAYERS) - 2 else np.maximum(z, 0))
+    return inputs
+
+
 def gradients(net: Mapping[str, Array], images: Array, labels: Array) -> dict[str, Array]:
     """Return the gradients of the mean cross entropy."""
-    layers = range(len(LAYERS) - 1)
-    inputs = [images]
-    for layer in layers:
-        z = inputs[-1] @ net[f"{layer}.weight"] + net[f"{layer}.bias"]
-        inputs.append(z if layer == layers[-1] else np.maximum(z, 0))
+    inputs = forward(net, images)
     odds = np.exp(inputs[-1] - inputs[-1].max(axis=1, keepdims=True))
     slope = odds / odds.sum(axis=1, keepdims=True)
     slope[np.arange(len(labels)), labels] -= 1
     slope /= len(labels)
     found: dict[str, Array] = {}
-    for layer in reversed(layers):
+    for layer in reversed(range(len(LAYERS) - 1)):
         found[f"{layer}.weight"], found[f"{layer}.bias"] = inputs[layer].T @ slope, slope.sum(axis=0)
         slope = (slope @ net[f"{layer}.weight"].T) * (inputs[layer] > 0)
     return found
 
 
 def accuracy(net: Mapping[str, Array], digits: Digits) -> float:
-    """Return the share of test images that are recognised."""
-    x = digits.test_images
-    for layer in range(len(LAYERS) - 1):
-        x = x @ net[f"{layer}.weight"] + net[f"{layer}.bias"]
-        x = x if layer == len(LAYERS) - 2 else np.maximum(x, 0)
-    return float((x.argmax(axis=1) == digits.test_labels).mean())
+    """Return the fraction of test images that are classified correctly."""
+    outputs = forward(net, digits.test_images)[-1]
+    return float((outputs.argmax(axis=1) == digits.test_labels).mean())
 
 
 def train(digits: Digits, seed: int, n_epochs: int, rank: int, n_ranks: int,

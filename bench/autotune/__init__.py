@@ -1,27 +1,24 @@
 """``bpsfast bench autotune``: how near tuning inside training comes to the best settings, from deliberately bad ones.
 
-Two machines and a helper (network namespaces, shaped links) train the network of `program`: every point of a grid, then
-with autotune from each bad start; then what was chosen and the grid's best anew, in turns, for the least of many noisy
-medians is less than it is. Weights must be the same in all runs, bit for bit.
+Two machines and a helper (network namespaces, shaped links) train the network of `program` with every point of a grid,
+then with autotune from each bad start. Then the chosen point and the grid's best are measured again in turns, because
+the minimum of many noisy medians is biased. Weights must be the same in all runs, bit for bit.
 """
 from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpsfast.base.process_identity import folder_prefix
-from bpsfast.bench.harness import table
-from bpsfast.launch.namespaces import netns
-from bpsfast.orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
+from bpsfast.bench.harness import job_output, table
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 STARTS = (64_000, 65_536_000)
 #: (partition_bytes, credit_bytes, tcp_streams)
@@ -29,18 +26,18 @@ GRID = ((64_000, 4_096_000, 2), (64_000, 16_777_216, 2), (256_000, 4_096_000, 2)
         (256_000, 16_777_216, 2), (256_000, 16_777_216, 4), (1_024_000, 16_777_216, 1), (1_024_000, 16_777_216, 2),
         (1_024_000, 16_777_216, 4), (4_096_000, 16_777_216, 2), (16_384_000, 16_777_216, 2),
         (65_536_000, 16_777_216, 2))
-#: What a point of tuning calls them.
+#: Their names in a point of tuning.
 _SETTINGS = {"partition_nbytes": "partition_bytes", "fusion_nbytes": "fusion_bytes", "credit_nbytes": "credit_bytes",
              "n_streams": "tcp_streams"}
 _WIDTH = 1024
 _LINKS = ("--helpers", "1", "--netns", "--rate", "1gbit")
-#: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
+#: Steps of a tuned run (of which 60 tune), and of others, whose first ones do not count.
 _N_TUNED, _N_STEPS, _N_COLD = 70, 14, 4
 _TIMEOUT_S = 170.0
 
 
 class Run(NamedTuple):
-    """One training: a checksum of its weights, rank 0's step times, and what tuning says."""
+    """One training: a checksum of its weights, rank 0's step times, and the result of tuning."""
 
     weights: str
     times_s: list[float]
@@ -48,17 +45,17 @@ class Run(NamedTuple):
 
     @property
     def slowest_s(self) -> float:
-        """The slowest step that counts."""
+        """Return the slowest step that counts."""
         return max(self.times_s[_N_COLD:])
 
     @property
     def median_s(self) -> float:
-        """Median of the steps that count."""
+        """Return the median of the steps that count."""
         return statistics.median(self.times_s[_N_COLD:])
 
 
 class Found(NamedTuple):
-    """From one start: the tuned run; `again`: medians of the chosen point and of the grid's best, in turns."""
+    """Results from one start: the tuned run; `again`: medians of the chosen point and of the grid's best, in turns."""
 
     start: int
     tuned: Run
@@ -67,7 +64,7 @@ class Found(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """Return how much longer than the grid's best the chosen point takes."""
+        """Return by how much the chosen point is slower than the grid's best."""
         chosen, best = (statistics.median(each[name] for each in self.again) for name in ("chosen", "best"))
         return chosen / best - 1
 
@@ -75,24 +72,13 @@ class Found(NamedTuple):
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        starts ("64000,65536000"): partition_bytes; n_rounds (3) of the comparison; json_path. All may be None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    LackingError
-        If network namespaces or torch are missing.
+    *options*, each of which may be missing or None: starts ("64000,65536000": values of partition_bytes), n_rounds (3)
+    of the comparison, json_path. Raises `ConfigError` if one makes no sense, `LackingError` if network namespaces or
+    torch are missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("autotune", options)
     starts = _starts(given.get("starts"))
-    lacking = netns.missing()
-    if lacking is not None:
-        raise LackingError(f"bench autotune needs machines with links of their own: {lacking}")
-    began = time.time()
+    given.require_links()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as name:
         folder = Path(name)
         default = train(folder, _N_STEPS)
@@ -104,22 +90,18 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             chosen = {_SETTINGS[name]: value for name, value in tuned.found["chosen"].items()}
             rivals = {"chosen": chosen, "best": _settings(best)}
             again = [{name: train(folder, _N_STEPS, **settings).median_s for name, settings in rivals.items()}
-                     for _ in range(given.get("n_rounds") or 3)]
+                     for _ in range(given.rounds(3, quick=3))]
             found.append(Found(start, tuned, best, again))
     print(report(default, grid, found), flush=True)
-    return table.finish("autotune", given, began, _records(default, grid, found))
+    return given.finish(_records(default, grid, found))
 
 
 def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] = _LINKS, width: int = _WIDTH,
           crosses: bool = False, **settings: object) -> Run:
-    """Train *n_steps* with these settings, in *folder*; tuned anew if *tune* says so.
+    """Train *n_steps* with these settings in *folder*; with *tune*, without earlier tuning results.
 
-    *place*: where, as options of `bpsfast run`; *width*: of a layer; *crosses*: the barrier.
-
-    Raises
-    ------
-    PeerLostError, StallError
-        If it fails, or does not end.
+    *place*: options of `bpsfast run` for the machines; *width*: of a layer; *crosses*: no barrier between steps. Raises
+    `PeerLostError` or `StallError` if the training fails or does not end.
     """
     outcome = folder / "found.json"
     bpsfast = [sys.executable, "-m", "bpsfast"]
@@ -130,17 +112,10 @@ def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] =
     variables = {f"BPSFAST_{name.upper()}": str(value) for name, value in settings.items()}
     environ = {**os.environ, **variables, "WIDTH": str(width), "STEPS": str(n_steps),
                "CROSSES": str(int(crosses)), "XDG_CACHE_HOME": str(folder / "cache")}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"training with {settings} did not end within {_TIMEOUT_S:g} s") from exc
-    ranks = dict(re.findall(r"rank (\d) weights (\w+ times .*)", done.stdout))
-    if done.returncode or sorted(ranks) != ["0", "1"]:
-        raise PeerLostError(f"training with {settings} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    weights, _, *times = ranks["0"].split()
-    if ranks["1"].split()[0] != weights:
+    first, second = job_output.run(command, f"training with {settings}", 2, _TIMEOUT_S, env=environ)
+    if first["weights"] != second["weights"]:
         raise PeerLostError(f"the ranks' weights differ after training with {settings}")
-    return Run(weights, [float(each) for each in times], json.loads(outcome.read_text()) if tune else {})
+    return Run(first["weights"], first["times_s"], json.loads(outcome.read_text()) if tune else {})
 
 
 def _settings(point: tuple[int, int, int]) -> dict[str, Any]:
@@ -148,7 +123,7 @@ def _settings(point: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def report(default: Run, grid: Mapping[tuple[int, int, int], Run], found: list[Found]) -> str:
-    """Return the grid, and what was found from each start."""
+    """Return the tables of the grid and of each start."""
     rows = [["partition", "credit", "streams", "step s", "x default"]]
     rows += [[*map(str, point), f"{each.median_s:.4f}", f"{each.median_s / default.median_s:.2f}"]
              for point, each in grid.items()]

@@ -1,20 +1,21 @@
-"""bpsfast bench chaos: kills and stops processes of training jobs, and checks every sum of their ranks.
+"""``bpsfast bench chaos``: kills and stops processes of training jobs, and checks every sum of their ranks.
 
-Each seed is one trial: a job of real processes that trains, of which one or two are killed or stopped at a moment drawn
-at random, or whose link is cut, or its connections reset (`scenario`). Ranks write a history (`rank`), an oracle reads
-it (`history`): the contribution of each rank is in every sum exactly once, or the job has ended with an error that
-names who is lost, soon after that could be known. Never a wrong sum, never a hang, never a crash.
+Each seed is one trial: a job of real processes that trains; one or two of them are killed or stopped at a random
+moment, or the link is cut, or connections are reset (`scenario`). Ranks write a history (`rank`), and an oracle checks
+it (`history`): each rank's input is in every sum exactly once, or the job ends with an error that names who is lost,
+soon after that can be known. A wrong sum, a hang and a crash are failures.
 """
 from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.harness.table import finish, plain
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.table import plain
 
 from ..harness.cpu_load import CpuLoad
 from . import trial
@@ -24,11 +25,11 @@ _OUTCOMES = ("recovered", "raised", "late", "wrong", "crashed", "hung", "skipped
 
 
 def run(options: dict[str, Any]) -> bool:
-    """Run the trials of *options* (seeds, first, load, json_path); return whether all of them came out as they must.
+    """Run the trials of *options* (seeds, first, load, json_path); return whether all of them ended as they must.
 
-    The folder of a trial that did not is kept, and named.
+    The folder of a trial that did not is kept, and its path is printed.
     """
-    counts, begin_unix_s = Counter[tuple[str, str]](), time.time()
+    given, counts = BenchRun("chaos", options), Counter[tuple[str, str]]()
     rows, folders = [], Path(tempfile.mkdtemp(prefix="bpsfast-chaos-"))
     bad = 0
     for seed in range(options["first"], options["first"] + options["seeds"]):
@@ -36,7 +37,7 @@ def run(options: dict[str, Any]) -> bool:
         with CpuLoad(options.get("load", 0)):
             verdict = trial.run(scenario, folder)
         counts[scenario.kind, verdict.outcome] += 1
-        rows.append(verdict.row())
+        rows.append(asdict(verdict))
         if verdict.is_good:
             shutil.rmtree(folder)
         else:
@@ -45,12 +46,12 @@ def run(options: dict[str, Any]) -> bool:
     print(_shown(counts))
     if not bad:
         shutil.rmtree(folders)
-    finish("chaos", {name: value for name, value in options.items() if value is not None}, begin_unix_s, rows)
+    given.finish(rows)
     return not bad
 
 
 def _shown(counts: Counter[tuple[str, str]]) -> str:
-    """Return a table: how many trials of each kind came out how."""
+    """Return a table: the number of trials of each kind, by outcome."""
     lines = [["what happened", "must", *_OUTCOMES]]
     for kind in (*MUST_RECOVER, *MAY_RAISE):
         of = [counts[kind, outcome] for outcome in _OUTCOMES]

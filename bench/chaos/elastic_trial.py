@@ -1,7 +1,8 @@
-"""A trial of an elastic job: one or two workers are killed, and the others continue with the right sums of their job.
+"""A trial of an elastic job: one or two workers are killed, and the others must continue with right sums.
 
-Every sum of every job has the input of each of its ranks exactly once; all who reach the end have the same weights,
-to which each step has added its sum once; where lost workers are replaced these are those of a job that lost nobody.
+Every sum of every job has the input of each of its ranks exactly once. All workers that reach the end have the same
+weights, to which each step has added its sum once; where lost workers are replaced, these are the weights of an
+undisturbed job.
 """
 from __future__ import annotations
 
@@ -20,18 +21,14 @@ import numpy as np
 
 from bpsfast.launch.daemons import clean_environment
 
-from .history import SIZES, digest, expected, summed
+from .history import HANG_S, SIZES, STOP, digest, expected, summed
 from .scenario import LOST_WORKER, Scenario
 from .worker import KEPT
-
-#: A job that has not ended by then hangs.
-_HANG_S = 120.0
-_STOP = "stop"
 
 
 @dataclass
 class WorkerHistory:
-    """One worker's: digests by job and step; `nodes` of each job's ranks; how it ended, "" if it says nothing."""
+    """The history of one worker: digests by job and step; `nodes` of each job's ranks; how it ended ("": unknown)."""
 
     sums: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     nodes: dict[int, list[int]] = field(default_factory=dict)
@@ -41,11 +38,11 @@ class WorkerHistory:
 
 
 def run(scenario: Scenario, folder: Path) -> tuple[str, str]:
-    """Run the trial; return outcome and words, as of `trial.Verdict`. Everything it starts has ended then."""
+    """Run the trial; return outcome and words as in `trial.Verdict`. All its processes have ended then."""
     n_workers = sum(scenario.ranks)
     command = [sys.executable, "-m", "bpsfast", "run", "--elastic", "--lost-worker", LOST_WORKER[scenario.kind],
                "--ranks", ",".join(map(str, scenario.ranks)), "--", sys.executable, "-m", "bpsfast.bench.chaos.worker",
-               str(folder), str(folder / _STOP)]
+               str(folder), str(folder / STOP)]
     environ = {**clean_environment(os.environ), "BPSFAST_TRANSPORT": scenario.transport, "BPSFAST_TIMEOUT_S": "60"}
     with (folder / "output").open("wb") as output:
         launcher = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
@@ -55,10 +52,10 @@ def run(scenario: Scenario, folder: Path) -> tuple[str, str]:
             time.sleep(fault.delay_s)
             _kill(folder / f"pid_{fault.role.split()[1]}")
         _await(launcher, folder, scenario.n_steps)
-        (folder / _STOP).touch()
-        code = launcher.wait(_HANG_S)
+        (folder / STOP).touch()
+        code = launcher.wait(HANG_S)
     except subprocess.TimeoutExpired:
-        return "hung", f"the job did not end within {_HANG_S:g} s"
+        return "hung", f"the job did not end within {HANG_S:g} s"
     finally:
         launcher.kill()
         launcher.wait()
@@ -84,7 +81,7 @@ def read(path: Path) -> WorkerHistory:
 
 def judge(scenario: Scenario, histories: dict[int, WorkerHistory], killed: set[int], code: int,
           n_workers: int) -> tuple[str, str]:
-    """Return outcome and words of a job of *n_workers* at first, whose launcher has ended with *code*."""
+    """Return outcome and words of a job of at first *n_workers*, whose launcher has ended with *code*."""
     nodes = {job: each for history in histories.values() for job, each in history.nodes.items()}
     for number, history in sorted(histories.items()):
         for (job, step), sums in history.sums.items():
@@ -107,12 +104,12 @@ def judge(scenario: Scenario, histories: dict[int, WorkerHistory], killed: set[i
 
 
 def machines_of(nodes: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each machine, of which *nodes* says by rank where it is."""
+    """Return the ranks of each machine; *nodes* has the machine of each rank."""
     return tuple(tuple(rank for rank, node in enumerate(nodes) if node == each) for each in dict.fromkeys(nodes))
 
 
 def _weights(histories: dict[int, WorkerHistory], nodes: dict[int, list[int]]) -> str:
-    """Return the digest of weights to which each step has added the sum that it had in the last job that made it."""
+    """Return the digest of weights to which each step has added its sum of the last job that made the step."""
     made: dict[int, int] = {}
     for history in histories.values():
         for job, step in history.sums:
@@ -125,7 +122,7 @@ def _weights(histories: dict[int, WorkerHistory], nodes: dict[int, list[int]]) -
 
 def _await(launcher: subprocess.Popen[bytes], folder: Path, n_steps: int) -> None:
     """Wait until some worker has made *n_steps*, or the job has ended."""
-    deadline = time.monotonic() + _HANG_S
+    deadline = time.monotonic() + HANG_S
     while launcher.poll() is None and time.monotonic() < deadline:
         if any(step >= n_steps for path in folder.glob("worker_*.jsonl") for _, step in read(path).sums):
             return
@@ -133,5 +130,5 @@ def _await(launcher: subprocess.Popen[bytes], folder: Path, n_steps: int) -> Non
 
 
 def _kill(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the job has ended before
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the job has already ended
         os.kill(int(path.read_text()), signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The expected sums of a trial, the histories that its ranks write, and the check of one against the other.
 
-A step is right if every sum in it has each rank's input exactly once: its digest is that of the reading, which makes
-the sums of all ranks the same, too.
+A step is right if every sum in it has each rank's input exactly once: its digest is then that of the expected sum, on
+every rank.
 """
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
-#: Bytes of each gradient: of one partition and of many, so that every owner has some of them.
+#: A job that has not ended after this time hangs.
+HANG_S = 120.0
+#: The file in a trial's folder that ends the training.
+STOP = "stop"
+#: Bytes of each gradient: some have one partition and some many, so that every owner has some.
 SIZES = (1000, 40_000, 400_000, 68, 100_000, 50_000)
 PARTITION_NBYTES = 16_384
-#: The last of them is pushed in every fourth step only, while there are faults, and has a new name each time: jobs
-#: are struck while they declare, too.
+#: The last gradient is pushed in every fourth step only, as long as there are faults, and has a new name each time, so
+#: that faults also happen while a job declares tensors.
 _NEW_EVERY, _NEW_UNTIL = 4, 40
 
 
 def names(step: int) -> list[str]:
-    """Return what each gradient of *step* is called."""
+    """Return the names of the gradients of *step*."""
     old = [f"g{i}" for i in range(len(SIZES) - 1)]
     return [*old, f"new {step}"] if step % _NEW_EVERY == 0 and step < _NEW_UNTIL else old
 
@@ -35,31 +39,31 @@ def _base(rank: int, gradient: int) -> npt.NDArray[np.float32]:
 
 
 def pushed(rank: int, step: int, gradient: int) -> npt.NDArray[np.float32]:
-    """Return what *rank* pushes: of no two ranks or steps the same, so a sum shows whose inputs are in it."""
+    """Return the input of *rank*; all ranks and steps have different ones, so a sum shows whose inputs it has."""
     return _base(rank, gradient) * np.float32(1 + step / 7)
 
 
 def digest(array: npt.NDArray[np.float32]) -> str:
-    """Return a short name of these bits."""
+    """Return a short digest of the bits of *array*."""
     return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
 def summed(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> npt.NDArray[np.float32]:
-    """Return the sum in which each rank's input is once: by machine, and ranks of one first."""
+    """Return the sum with each rank's input once: of each machine's ranks first, then of the machines."""
     partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
     return functools.reduce(np.add, partials)
 
 
 def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> str:
-    """Return the digest of that."""
+    """Return the digest of `summed`."""
     return digest(summed(machines, step, gradient))
 
 
 @dataclass
 class RankHistory:
-    """One rank's: digests by step, and how it ended ("" if it says nothing: it was killed, or hangs).
+    """The history of one rank: digests by step, and how it ended ("" if unknown: it was killed, or hangs).
 
-    `recoveries`: how often its node has gone on without somebody by then.
+    `recoveries`: how often its node has gone on without a lost process by then.
     """
 
     steps: dict[int, list[str]] = field(default_factory=dict)
@@ -83,8 +87,13 @@ def read(path: Path) -> RankHistory:
     return found
 
 
+def note(history: TextIO, **fields: object) -> None:
+    """Write a line of a history: a JSON object."""
+    history.write(json.dumps(fields) + "\n")
+
+
 def wrong_sums(histories: dict[int, RankHistory], machines: tuple[tuple[int, ...], ...]) -> list[str]:
-    """Return, in words, every sum that is not the reading's, and every step that a rank has left out."""
+    """Return, in words, every wrong sum, and every step that a rank has left out."""
     found = []
     steps = sorted({step for each in histories.values() for step in each.steps})
     right = {step: [expected(machines, step, i) for i in range(len(names(step)))] for step in steps}

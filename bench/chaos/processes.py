@@ -14,27 +14,23 @@ from bpsfast.launch import daemons, local_job
 from bpsfast.launch.namespaces import FaultyLink
 from bpsfast.launch.processes import Command, Kind
 
-#: Where the scheduler listens on a machine of its own, on which every port is free.
+#: The scheduler's port where it has a machine of its own, on which every port is free.
 LINK_PORT = 7700
 
 
 class Processes:
-    """Scheduler, nodes, helpers and ranks by name ("helper 0"); a context manager that leaves none.
+    """Scheduler, nodes, helpers and ranks by name ("helper 0"). A context manager, which ends all of them.
 
-    On this machine, or on the two of *link*, which is left as it is: the scheduler's is "a", that of each other process
-    as *machine_of* says.
-
-    Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are kept in *folder*, too.
-    *values*: settings of the job. `scheduler` is where it listens, `key` the job's, in hex.
-    *absent*: those that the job expects, and that are not started.
+    They run on this machine, or on the two machines of *link*: the scheduler on "a", other processes as *machine_of*
+    says. Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are also in *folder*.
+    *values*: settings of the job. *absent*: processes that the job expects and that are not started. `scheduler` is the
+    scheduler's address, `key` the job's key in hex.
     """
 
     def __init__(self, folder: Path, ranks: tuple[int, ...], n_helpers: int, values: Mapping[str, object],
                  program: str, *arguments: object, link: FaultyLink | None = None,
                  machine_of: Callable[[str], str] = lambda name: "a", absent: Collection[str] = ()) -> None:
-        self._folder = folder
-        self._link = link
-        self._machine_of = machine_of
+        self._folder, self._link, self._machine_of = folder, link, machine_of
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
         shape = local_job.JobShape(ranks=ranks, n_helpers=n_helpers)
         self._commands: dict[str, Command] = {}
@@ -42,11 +38,9 @@ class Processes:
         try:
             self.scheduler: tuple[str, int] = self._reserved.getsockname()[:2]
             self.key = secrets.token_hex(32)
-            commands = local_job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
-                                {**os.environ, "OMP_NUM_THREADS": "1"}, self._reserved.getsockname(),
-                                self.key)
             n_ranks = 0
-            for command in commands:
+            for command in local_job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
+                                          {**os.environ, "OMP_NUM_THREADS": "1"}, self.scheduler, self.key):
                 argv = list(command.argv)
                 if command.kind is Kind.RANK:
                     argv += [str(self.path(n_ranks)), *map(str, arguments)]

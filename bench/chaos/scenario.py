@@ -1,6 +1,6 @@
 """Draws the faults of one trial, and its required outcome, from a seed. Pure.
 
-Kinds of trials are dealt like cards: each run of `DECK` seeds has each kind as often as the deck has it.
+The kinds are shuffled: of `CYCLE` consecutive seeds each kind gets its share (`_FREQUENCIES`).
 """
 from __future__ import annotations
 
@@ -14,41 +14,34 @@ Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "sho
                 "absent helper", "lost scheduler", "hung scheduler", "lost rank", "lost node",
                 "lost worker, shrink", "lost worker, wait"]
 
-#: Those of which every rank must go on with the bits of a job that nothing happened to; of the others it may also end
-#: with an error that names who is lost.
-MUST_RECOVER: tuple[Class, ...] = ("undisturbed", "lost helper", "two helpers", "hung helper", "short stop",
-                                    "cut link", "reset connections", "refused data", "refused control", "lost host",
-                                    "foreign helper", "absent helper", "lost scheduler", "hung scheduler",
-                                    "lost worker, shrink", "lost worker, wait")
-MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node")
-
-#: Those of jobs on two machines with a link between them, on which something happens.
-ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections", "refused data", "refused control", "lost host")
-
-#: Those of elastic jobs, and the policy for lost workers. All of them have a quorum.
-LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
-#: Those of which the job must have gone on without somebody.
-_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host")
-
-#: How often each kind is among so many trials that follow each other.
-_HANDS: dict[Class, int] = {
+#: How often each kind occurs in `CYCLE` consecutive trials.
+_FREQUENCIES: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
     "reset connections": 3, "refused data": 2, "refused control": 2, "lost host": 1, "foreign helper": 1,
     "absent helper": 1, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
     "lost worker, shrink": 3, "lost worker, wait": 3}
-DECK = sum(_HANDS.values())
+CYCLE = sum(_FREQUENCIES.values())
+#: Kinds in which the job may also end with an error that names who is lost; in all others every rank must go on with
+#: the bits of an undisturbed job.
+MAY_RAISE: tuple[Class, ...] = ("lost rank", "lost node")
+MUST_RECOVER = tuple(kind for kind in _FREQUENCIES if kind not in MAY_RAISE)
+#: Kinds with two machines, in which the fault is on the link between them.
+ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections", "refused data", "refused control", "lost host")
+#: Kinds of elastic jobs, and their policy for lost workers. All of them have a quorum.
+LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+#: Kinds in which the job must have gone on without a process.
+_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host")
 
-#: Silence for so long is a loss; a short stop, or cut, is at most a third of it.
+#: A process that is silent for this time is lost; a short stop or cut takes at most a third of it.
 LEASE_S = 3.0
-#: In trials of the kinds "hung helper" and "lost host"; else helpers have the same one.
+#: The lease of helpers in trials of the kinds "hung helper" and "lost host"; elsewhere it is `LEASE_S`.
 HELPER_LEASE_S = 1.0
-#: A firewall refuses for so long at most: more than a second, and less than the lease.
-MOST_REFUSED_S = 0.6 * LEASE_S
-#: And at least for so long: more than a heartbeat, so that something is there to be refused.
-LEAST_REFUSED_S = 0.25 * LEASE_S
-#: The job trains for so many steps after the one of the last fault.
+#: A firewall refuses for at least this time (more than a heartbeat, so that something is refused), and at most for
+#: this time (more than a second, less than the lease).
+LEAST_REFUSED_S, MOST_REFUSED_S = 0.25 * LEASE_S, 0.6 * LEASE_S
+#: The number of steps that the job trains after the last fault.
 N_STEPS_AFTER = 10
-#: The role of what is no process, and of a helper of another version.
+#: The role of a fault on the link, and of a helper of another version.
 LINK, FOREIGNER = "link", "foreigner"
 #: A stop that outlasts the lease.
 HANG_S = 2 * LEASE_S
@@ -56,14 +49,13 @@ HANG_S = 2 * LEASE_S
 
 @dataclass(frozen=True)
 class Fault:
-    """At `delay_s` after rank 0 has begun `step`, or after the fault before, the process `role` is killed, or stopped
-    for `seconds` if not 0.
+    """One fault, `delay_s` after rank 0 has begun `step` or after the fault before.
 
-    With `restarts` it is killed, and started again after `seconds`.
-    Or something happens to the link: nothing that the machines `senders` send arrives for `seconds`, or `n_resets`
-    connections are reset in the middle of what they carry. Or a firewall there resets and refuses for `seconds` all
-    that is `refused`: "data", or what goes to the scheduler ("control"). Or it is cut, and the helpers behind it are
-    switched off, `for_good`.
+    The process `role` is killed, or stopped for `seconds` if that is not 0; with `restarts` it is killed, and started
+    again after `seconds`. For the role `LINK`: nothing from the machines `senders` arrives for `seconds`; or `n_resets`
+    connections are reset in the middle of a transfer; or a firewall resets and refuses for `seconds` what is `refused`
+    ("data", or "control": connections to the scheduler); or the link is cut and the helpers behind it are killed
+    `for_good`.
     """
 
     step: int
@@ -91,17 +83,17 @@ class Scenario:
 
     @property
     def n_steps(self) -> int:
-        """How many steps there are at least: some after the last fault."""
+        """The least number of steps: some after the last fault."""
         return N_STEPS_AFTER + max((fault.step for fault in self.faults), default=0)
 
     @property
     def n_recoveries(self) -> int:
-        """How often the job has to go on without somebody, at least: losses that follow each other may be one."""
+        """The least number of recoveries; two losses in a row may be one recovery."""
         return int(self.kind in _ALWAYS_MISSED)
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """The processes that the job expects and that never come."""
+        """The processes that the job expects and that are never started."""
         return ("helper 0",) if self.kind == "absent helper" else ()
 
     @property
@@ -121,9 +113,7 @@ class Scenario:
         return tuple(found)
 
     def machine_of(self, process: str) -> str:
-        """Return the machine, of those at the link's ends, on which *process* is: the odd nodes are on "b", or, where
-        a host is lost, all helpers.
-        """
+        """Return the end of the link on which *process* runs: "b" for odd nodes, or for all helpers of a lost host."""
         role, _, number = process.partition(" ")
         if self.kind == "lost host":
             return "b" if role == "helper" else "a"
@@ -142,16 +132,16 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """Return the trial of *seed*."""
     chance = random.Random(seed)
-    deck = [kind for kind, n in _HANDS.items() for _ in range(n)]
-    random.Random(f"deck {seed // DECK}").shuffle(deck)
-    kind = deck[seed % DECK]
+    kinds = [kind for kind, n in _FREQUENCIES.items() for _ in range(n)]
+    random.Random(f"deck {seed // CYCLE}").shuffle(kinds)
+    kind = kinds[seed % CYCLE]
     ranks = chance.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2)])
-    n_helpers = chance.choice([1, 2, 3]) if kind not in ("two helpers",) else 3
+    n_helpers = chance.choice([1, 2, 3]) if kind != "two helpers" else 3
     if kind in LOST_WORKER:
         n_helpers = 0
     scenario = Scenario(seed, kind, ranks, n_helpers, chance.choice(["tcp", "auto"]),
                         chance.choice(["optimal", "ps"]), ())
-    return Scenario(**{**scenario.__dict__, "faults": tuple(_faults(scenario, chance))})
+    return dataclasses.replace(scenario, faults=tuple(_faults(scenario, chance)))
 
 
 def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
@@ -160,7 +150,7 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
     everybody = ["scheduler", *helpers, *(f"node {i}" for i in range(len(scenario.ranks))),
                  *(f"rank {i}" for i in range(sum(scenario.ranks)))]
     match scenario.kind:
-        case "undisturbed":
+        case "undisturbed" | "absent helper":
             return []
         case "lost helper":
             return [Fault(step, delay_s, chance.choice(helpers))]
@@ -184,15 +174,13 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return [Fault(step, delay_s, LINK, for_good=True)]
         case "foreign helper":
             return [Fault(step, delay_s, FOREIGNER)]
-        case "absent helper":
-            return []
         case "lost rank":
             return [Fault(step, delay_s, f"rank {chance.randrange(sum(scenario.ranks))}")]
         case "lost node":
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "lost scheduler":
             lost = Fault(step, delay_s, "scheduler", chance.choice([0.0, 0.3, 1.0]), restarts=True)
-            before_s = chance.choice([0.0, 0.002, 0.02])  # while the job recovers, or is just to
+            before_s = chance.choice([0.0, 0.002, 0.02])  # while the job recovers, or just before
             return chance.choice([[lost], [Fault(step, delay_s, chance.choice(helpers)),
                                            dataclasses.replace(lost, delay_s=before_s)]])
         case "hung scheduler":

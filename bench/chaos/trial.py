@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,39 +18,25 @@ from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.orchestration.scheduler_client import SchedulerClient
 
 from . import elastic_trial
-from .history import PARTITION_NBYTES, RankHistory, read, wrong_sums
+from .history import HANG_S, PARTITION_NBYTES, STOP, RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import (
-    FOREIGNER,
-    HELPER_LEASE_S,
-    LEASE_S,
-    LINK,
-    LOST_WORKER,
-    MAY_RAISE,
-    ON_A_LINK,
-    Fault,
-    Scenario,
-)
+from .scenario import FOREIGNER, HELPER_LEASE_S, LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
 
-#: Nobody may wait for longer: a job that has not ended by then hangs.
-_HANG_S = 120.0
-#: From the moment that a loss can be known (a death at once, silence after the lease) to the error on every rank.
+#: The longest time from when a loss can be known (a death at once, silence after the lease) to the errors of all ranks.
 _DETECTED_S = 2.0
-#: Connections are reset whenever so much was carried one way: in the middle of payloads, and of being made anew.
+#: Connections are reset after so many bytes one way: in the middle of payloads, and while they reconnect.
 _RESET_NBYTES = 30_000
-#: A job waits for helpers that do not come for half of it.
+#: The timeout of a start for which a helper is missing; a job waits for helpers for half of it.
 _SHORT_START_S = 16.0
-#: So long a helper of another version may wait for its refusal.
+#: A helper of another version is refused within this time.
 _REFUSAL_S = 20.0
-#: The file in a trial's folder that ends the training.
-_STOP = "stop"
 _PROGRAM = "bpsfast.bench.chaos.rank"
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one trial: `outcome` is "recovered", "raised", "late", "wrong", "crashed", "hung" or "skipped"."""
+    """The result of one trial. `outcome`: "recovered", "raised", "late", "wrong", "crashed", "hung" or "skipped"."""
 
     seed: int
     kind: str
@@ -61,16 +47,12 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether that may be of trials of this kind."""
+        """Whether trials of this kind may have this outcome."""
         return self.outcome in ("recovered", "skipped") or (self.outcome == "raised" and self.kind in MAY_RAISE)
-
-    def row(self) -> dict[str, object]:
-        """Return it for a result file."""
-        return asdict(self)
 
 
 def run(scenario: Scenario, folder: Path) -> Verdict:
-    """Run the trial; *folder* keeps histories and outputs. Everything it starts has ended when this returns."""
+    """Run the trial; histories and outputs are in *folder*. All its processes have ended when this returns."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     if scenario.kind in LOST_WORKER:
@@ -82,7 +64,7 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(FaultyLink("a", "b", mtu=9000)) if scenario.kind in ON_A_LINK else None
         processes = stack.enter_context(Processes(
-            folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / _STOP,
+            folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / STOP,
             scenario.n_recoveries, link=link, machine_of=scenario.machine_of, absent=scenario.absent))
         struck: dict[str, float] = {}
         for fault in scenario.faults:
@@ -97,8 +79,8 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
             for name in scenario.killed if fault.for_good else ():
                 processes[name].kill()
         _await(processes, scenario.n_steps)
-        (folder / _STOP).touch()
-        codes = processes.wait(begin + _HANG_S)
+        (folder / STOP).touch()
+        codes = processes.wait(begin + HANG_S)
         if link is not None and not (link.carried.dropped or link.carried.resets or link.carried.refused):
             return Verdict(scenario.seed, scenario.kind, "wrong", "nothing happened to the link", 0.0)
     histories = {rank: read(processes.path(rank)) for rank in range(sum(scenario.ranks))}
@@ -115,7 +97,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     killed = scenario.killed
     hung = [name for name, code in codes.items() if code is None]
     if hung:
-        return "hung", f"{', '.join(hung)} did not end within {_HANG_S:g} s", 0.0
+        return "hung", f"{', '.join(hung)} did not end within {HANG_S:g} s", 0.0
     wrong = wrong_sums(histories, scenario.machines)
     if wrong:
         return "wrong", "; ".join(wrong[:3]), 0.0
@@ -144,7 +126,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
         return "wrong", f"ranks have ended in order after {sorted(n_steps)} steps, not {scenario.n_steps}", 0.0
     texts = sorted({each.text for each in alive.values() if each.text})
     after_s = max(each.at_s for each in alive.values()) - max(struck.values(), default=0.0)
-    # Silence is a loss after the lease only, and who was stopped sees the end when it goes on.
+    # silence is a loss only after the lease, and a stopped process sees the end when it continues
     allowed_s = _DETECTED_S + max((fault.seconds + LEASE_S for fault in scenario.faults if fault.seconds), default=0.0)
     names = [name for role in struck if role != LINK for name in scenario.names_of(role)]
     nameless = [text for text in texts if names and not any(re.search(rf"\b{name}\b", text) for name in names)]
@@ -156,7 +138,7 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
 
 
 def _may_be_left(name: str, code: int, scenario: Scenario) -> bool:
-    """Whether a process that was stopped may end so: the job has gone on without it, or killed it for that."""
+    """Whether a stopped process may end so: the job goes on without it, or kills it for that."""
     return scenario.kind == "hung helper" and name.startswith("helper") and code in (LEFT_BEHIND, -signal.SIGKILL)
 
 
@@ -169,34 +151,29 @@ def _values(scenario: Scenario) -> dict[str, object]:
 
 def _await(processes: Processes, n_steps: int) -> None:
     """Wait until some rank has made *n_steps*, or has ended."""
-    deadline = time.monotonic() + _HANG_S
+    deadline = time.monotonic() + HANG_S
     ranks = [name for name in processes if name.startswith("rank")]
     paths = [processes.path(int(name.split()[1])) for name in ranks]
     while max(len(read(path).steps) for path in paths) < n_steps and time.monotonic() < deadline:
         if all(processes[name].poll() is not None for name in ranks):
-            return  # what they have seen says why
+            return  # their histories say why
         time.sleep(0.002)
 
 
 def _strike(processes: Processes, fault: Fault) -> float:
-    """Do it; return when (CLOCK_MONOTONIC)."""
+    """Kill, stop or restart a process; return when (CLOCK_MONOTONIC)."""
     process, at_s = processes[fault.role], time.monotonic()
-    if fault.restarts:
-        process.kill()
-        time.sleep(fault.seconds)
-        processes.restart(fault.role)
-        return at_s
-    if not fault.seconds:
-        process.kill()
-        return at_s
-    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGSTOP if fault.seconds and not fault.restarts else signal.SIGKILL)
     time.sleep(fault.seconds)
-    process.send_signal(signal.SIGCONT)
+    if fault.restarts:
+        processes.restart(fault.role)
+    elif fault.seconds:
+        process.send_signal(signal.SIGCONT)
     return at_s
 
 
 def _strike_link(link: FaultyLink, fault: Fault) -> float:
-    """Do it; return when (CLOCK_MONOTONIC)."""
+    """Disturb the link; return when (CLOCK_MONOTONIC)."""
     at_s = time.monotonic()
     if fault.n_resets:
         link.spare(LINK_PORT)
@@ -219,7 +196,7 @@ def _strike_link(link: FaultyLink, fault: Fault) -> float:
 
 
 def _await_refusal(processes: Processes) -> None:
-    """Join as a helper of another version does; raise `StallError` if it is not refused."""
+    """Join as a helper of another version; raise `StallError` if that is not refused."""
     deadline = time.monotonic() + _REFUSAL_S
     member = SchedulerClient(*processes.scheduler, bytes.fromhex(processes.key), now=time.monotonic())
     try:

@@ -2,13 +2,13 @@
 
     python -m bpsfast.bench.chaos.worker FOLDER STOP
 
-It trains until there is a file STOP, as `rank` does. Lines of its history are JSON objects: ``{"job": 2, "nodes": [the
-node of each rank]}`` when a job begins, ``{"step": 7, "sums": [digests]}`` for each step, committed or not; at last
-``{"end": "ok", "weights": digest}``, or the class of the error with its text. Weights add up the sums of one gradient.
+It trains until there is a file STOP, as `rank` does. The lines of its history are JSON objects: ``{"job": 2, "nodes":
+[the node of each rank]}`` when a job begins, ``{"step": 7, "sums": [digests]}`` for each step, committed or not; at
+last ``{"end": "ok", "weights": digest}``, or the class of the error with its text. Weights add up the sums of one
+gradient.
 """
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -23,14 +23,14 @@ from bpsfast.elastic.coordinator_client import current_client
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.trainer import process
 
-from .history import SIZES, digest, pushed
+from .history import SIZES, digest, note, pushed
 
-#: The gradient whose sums make the weights.
+#: The gradient whose sums are added to the weights.
 KEPT = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Train; return 0 whatever became of it, if the history says so."""
+    """Train, and write how that ended; return 0 also after an error of the job."""
     folder, stop = map(Path, arguments)
     number = int(os.environ["BPSFAST_MEMBER"])
     (folder / f"pid_{number}").write_text(str(os.getpid()))
@@ -41,9 +41,9 @@ def main(arguments: list[str]) -> int:
             _train(state, history, stop)
             bpsfast.shutdown()
         except BpsError as exc:
-            _note(history, end=type(exc).__name__, text=str(exc), at_s=time.monotonic())
+            note(history, end=type(exc).__name__, text=str(exc), at_s=time.monotonic())
         else:
-            _note(history, end="ok", weights=digest(state.weights))
+            note(history, end="ok", weights=digest(state.weights))
     return 0
 
 
@@ -53,22 +53,18 @@ def _train(state: elastic.ObjectState, history: TextIO, stop: Path) -> None:
     assert member is not None, "it is started by bpsfast run --elastic"
     nodes = np.zeros(size, np.int32)
     nodes[rank] = process.current().node
-    _note(history, job=member.job, nodes=bpsfast.push_pull(nodes, name="nodes", average=False).tolist())
+    note(history, job=member.job, nodes=bpsfast.push_pull(nodes, name="nodes", average=False).tolist())
     seen = 0.0
     while not seen:
         asked = bpsfast.push_pull_async(np.array([stop.exists()], np.float32), name="stop", average=False)
         handles = [bpsfast.push_pull_async(pushed(rank, state.step, i), name=f"g{i}", average=False)
                    for i in range(len(SIZES))]
         sums = [bpsfast.synchronize(handle) for handle in handles]
-        _note(history, step=state.step, sums=[digest(each) for each in sums])
+        note(history, step=state.step, sums=[digest(each) for each in sums])
         state.weights += sums[KEPT]
         state.step += 1
         seen = float(bpsfast.synchronize(asked)[0])
         state.commit()
-
-
-def _note(history: TextIO, **fields: object) -> None:
-    history.write(json.dumps(fields) + "\n")
 
 
 if __name__ == "__main__":

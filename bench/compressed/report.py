@@ -1,4 +1,4 @@
-"""The report of `bench compressed`: speed-up by codec, bytes that travelled, and the planner's prediction."""
+"""The report of `bench compressed`: speed-up of each codec, bytes sent, and the planner's prediction."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.tools.planner.catalog import Compute, Model
 from bpsfast.tools.planner.prediction import parse, predict, step_s
 
-#: Small beside the model: with few partitions steps on slow links without a codec would take longer than they need.
+#: Small compared with the model: with few partitions, uncompressed steps on slow links would take too long.
 PARTITION_NBYTES = 512 << 10
 UNCOMPRESSED = "uncompressed"
-#: By kind: so many times an uncompressed step's speed are promised on links of 100 Mbit/s.
+#: Kind of codec -> promised speed-up on links of 100 Mbit/s, relative to uncompressed steps.
 BARS = {"topk": 4.0, "randomk": 4.0, "onebit": 2.2}
 
 
 @dataclass
 class Found:
-    """What was measured on `n_machines` whose links carry `rate_bytes` of payload a second each way, both ways at once.
+    """Measurements on `n_machines` whose links carry `rate_bytes` of payload a second in each direction at once.
 
-    `copy_rate`: bytes/s that this machine's summing threads copy. `sent[label]`: by turn, what each machine's link sent
-    in one step, bytes by the kernel's count.
+    `copy_rate`: bytes/s that this machine's summing threads copy. `sent[label]`: for each turn, the bytes that each
+    machine's link sent in one step, counted by the kernel.
     """
 
     model: Model
@@ -36,15 +36,15 @@ class Found:
     sent: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def sent_nbytes(self, label: str) -> float:
-        """Return the median over turns of what the busiest machine sent in a step."""
+        """Return how many bytes the busiest machine sent in a step, the median over turns."""
         return median(max(turn) for turn in self.sent[label])
 
     def speed(self, row: Row) -> float:
-        """Return how many steps *row* makes while one is made uncompressed."""
+        """Return how many steps *row* makes in the time of one uncompressed step."""
         return self.rows[0].median_s / row.median_s
 
     def expected_s(self, label: str) -> float:
-        """Return the step that the planner expects; machines share the cores here."""
+        """Return the step time that the planner expects, given that the machines share these cores."""
         machines = [Machine(True, self.rate_bytes)] * self.n_machines
         codec = parse(label if label != UNCOMPRESSED else "float16")
         found = predict(self.model, machines, codec, self.copy_rate / self.n_machines,
@@ -55,7 +55,7 @@ class Found:
 
 
 def bar(label: str) -> float | None:
-    """Return what is promised of the codec *label*, None if nothing is."""
+    """Return the promised speed-up of the codec *label*, or None."""
     return None if label == UNCOMPRESSED else BARS.get(parse(label).kind)
 
 
@@ -78,7 +78,7 @@ def text(found: Found) -> str:
 
 
 def records(found: Found) -> list[dict[str, Any]]:
-    """Return one record a codec for the result file; bytes and seconds."""
+    """Return one record for each codec for the result file; bytes and seconds."""
     return [{
         "section": f"{found.n_machines} machines",
         "chosen": {"codec": row.name, "model": found.model.name, "nbytes": found.model.nbytes,

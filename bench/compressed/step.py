@@ -1,4 +1,4 @@
-"""One rank's training step: computing is slept, gradients are compressed, in a trainer's order."""
+"""One rank's training step: it sleeps instead of computing, and compresses gradients in a trainer's order."""
 from __future__ import annotations
 
 import json
@@ -17,7 +17,7 @@ from bpsfast.trainer.process import current
 
 Array = np.ndarray[Any, Any]
 
-#: What variants of `ranks.Ranks` begin with that are `operation`s of this module.
+#: Prefix of the names of this module's `operation`s, which are variants of `BpsfastRank`.
 PREFIX = "step of "
 _FORWARD_SHARE = 1 / 3
 
@@ -28,9 +28,9 @@ def variant(model: str, codec: str, compute_s: float) -> str:
 
 
 def operation(name: str, rank: int, size: int) -> Operation:
-    """Return the operation *name*, a `variant`; its first step is checked against the reading of the formats.
+    """Return the operation *name*, a `variant`, whose first step is checked against the reference codec.
 
-    Each layer with weights computes as long as any other: backward twice as long as forward.
+    All layers with weights take the same time to compute; backward takes twice as long as forward.
     """
     model, text, compute_s = json.loads(name.removeprefix(PREFIX))
     shapes = catalog.load(model).shapes
@@ -60,7 +60,7 @@ def operation(name: str, rank: int, size: int) -> Operation:
 
 
 def _layers(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Return the names by layer, in forward order; what has one dimension belongs to the layer before."""
+    """Return the names of each layer, in forward order; a tensor with one dimension belongs to the layer before it."""
     layers: list[list[str]] = []
     for name, shape in shapes.items():
         if len(shape) > 1 or not layers:
@@ -70,21 +70,21 @@ def _layers(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
 
 
 def _gradient(name: str, shape: tuple[int, ...], rank: int) -> Array:
-    """Return *rank*'s gradient, as any rank can make it: normal numbers, most of them small, as gradients are."""
+    """Return *rank*'s gradient, which any rank can compute: mostly small normal numbers, like real gradients."""
     draw = np.random.default_rng((zlib.crc32(name.encode()), rank))
     values = draw.standard_normal(shape, np.float32)
     return values * values * values
 
 
 def _n_wrong(label: str, gradients: bpsfast.Gradients, results: Mapping[str, Array], size: int) -> int:
-    """Count elements of the first step that are not what the formats say, and tensors that differ between ranks."""
-    from bpsfast.kernels.codecs import codec_reference  # an oracle for the first step, of whoever compresses
+    """Count elements of the first step that differ from the reference, and tensors that differ between ranks."""
+    from bpsfast.kernels.codecs import codec_reference  # only the first step of compressing ranks needs it
 
     n_wrong = 0
     for name, found in results.items():
         partials = [_gradient(name, found.shape, rank).reshape(-1) for rank in range(size)]
         if partials[0].nbytes > current().settings.partition_bytes:
-            continue  # several partitions: left to the comparison between ranks
+            continue  # several partitions: only compared between ranks
         codec = gradients.codecs.get(name)
         if codec is not None:
             expected = codec_reference.ReferenceJob(codec, partials[0].size, "float32", size).round(partials, size)

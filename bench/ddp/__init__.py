@@ -1,19 +1,19 @@
-"""``bpsfast bench ddp``: torch's backend "bpsfast" beside gloo, under programs that change only that name.
+"""``bpsfast bench ddp``: torch's backend "bpsfast" and gloo, in programs that differ only in the backend's name.
 
-Two models train by DistributedDataParallel: one has many weights and computes little, the other is the opposite; their
-losses must be the same, bit for bit. Then the collectives one by one. `programs` says what is timed, `member` is one
-rank of one backend, `report` the tables.
+Two models train with DistributedDataParallel: one has many weights and computes little, the other is the opposite.
+Their losses must agree bit for bit. Then it times single collectives. `models` and `collectives` have the programs,
+`member` is one rank of one backend, `report` makes the tables.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bpsfast.bench.ddp import report
 from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
-from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness import peers
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.bench.harness.samples import Row, take_turns
@@ -22,40 +22,30 @@ from bpsfast.orchestration.errors import ConfigError, LackingError
 BACKENDS = ("gloo", "bpsfast")
 _SIZES = "1K,16K,256K,4M,64M"
 _QUICK_SIZES = "1K,1M"
-#: Steps of a turn. Gradients are averaged over the ranks' own batches, so two ranks have a single order of addition.
+#: Steps of a turn. Gradients are averages of the ranks' batches, so two ranks have only one order of addition.
 _N_STEPS, _N_WARMUP = 8, 1
-#: The largest tensors are timed so often in a turn.
+#: Calls in a turn for the largest tensors.
 _MOST_NBYTES, _MOST_TIMES = 96 << 20, 100
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_ranks (2, on this machine); sizes ("1K,1M") and operations ("all_reduce,broadcast") of the collectives, "" for
-        none; n_rounds (5), json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    LackingError
-        If torch is missing.
+    *options*, each of which may be missing or None: n_ranks (2, on this machine); sizes ("1K,1M") and operations
+    ("all_reduce,broadcast", "" for none) of the collectives; n_rounds (5), json_path, quick. Raises `ConfigError` if
+    one makes no sense, `LackingError` if torch is missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick, n_ranks = bool(given.get("quick")), given.get("n_ranks", 2)
+    given = BenchRun("ddp", options)
+    quick, n_ranks = given.quick, given.get("n_ranks", 2)
     if n_ranks < 2:
         raise ConfigError(f"bench ddp compares how ranks exchange: it needs 2 or more, got {n_ranks}")
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
-    operations: Sequence[str] = tuple(COLLECTIVES)
-    if "operations" in given:  # '': none
+    operations: Sequence[str] = COLLECTIVES
+    if "operations" in given:  # "" means none
         operations = parse_names("--operations", given["operations"], COLLECTIVES) if given["operations"] else ()
     if peers.missing("gloo") is not None:
         raise LackingError("bench ddp needs torch: pip install torch")
-    n_rounds = given.get("n_rounds") or (1 if quick else 5)
-    began = time.time()
+    n_rounds = given.rounds(5)
     with ContestantLauncher(n_ranks, 1) as launcher:
         groups = [launcher.torch_group(backend) for backend in BACKENDS]
         steps = [Row(group, model, found.nbytes, label=model) for model, found in MODELS.items() for group in groups]
@@ -66,6 +56,4 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             n = max(2, min(_MOST_TIMES, _MOST_NBYTES // nbytes))
             take_turns([row for row in rows if row.nbytes == nbytes], 1, n=n, n_warmup=2)
     print(report.text(steps, losses, rows), flush=True)
-    return table.finish("ddp", given, began, report.records(steps, losses, rows, n_ranks))
-
-
+    return given.finish(report.records(steps, losses, rows, n_ranks))

@@ -1,4 +1,4 @@
-"""The collectives that `bench ddp` times: how they are called, and the expected results."""
+"""The collectives that `bench ddp` times, and their expected results."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,83 +9,54 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One collective on tensors of its own: `given` is written before it, `found` read after it."""
+    """One collective with its tensors: the caller writes `given` before it, and reads `found` after it."""
 
     given: torch.Tensor
     found: torch.Tensor
     run: Callable[[], object]
 
 
-def _all_reduce(n: int) -> Call:
-    import torch
-    import torch.distributed as dist
-
-    x = torch.zeros(n)
-    return Call(x, x, lambda: dist.all_reduce(x))
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send/recv")
 
 
-def _broadcast(n: int) -> Call:
-    import torch
-    import torch.distributed as dist
-
-    x = torch.zeros(n)
-    return Call(x, x, lambda: dist.broadcast(x, 0))
-
-
-def _all_gather(n: int) -> Call:
-    import torch
-    import torch.distributed as dist
-
-    size = dist.get_world_size()
-    x, out = torch.zeros(n // size), torch.zeros(n // size * size)
-    outs = list(out.chunk(size))
-    return Call(x, out, lambda: dist.all_gather(outs, x))
-
-
-def _reduce_scatter(n: int) -> Call:
-    import torch
-    import torch.distributed as dist
-
-    size = dist.get_world_size()
-    x, out = torch.zeros(n // size * size), torch.zeros(n // size)
-    xs = list(x.chunk(size))
-    return Call(x, out, lambda: dist.reduce_scatter(out, xs))
-
-
-def _all_to_all(n: int) -> Call:
-    import torch
-    import torch.distributed as dist
-
-    size = dist.get_world_size()
-    x, out = torch.zeros(n // size * size), torch.zeros(n // size * size)
-    return Call(x, out, lambda: dist.all_to_all_single(out, x))
-
-
-def _send_recv(n: int) -> Call:
-    """To the next rank and from the one before, at once."""
+def call(operation: str, n: int) -> Call:
+    """Return one of `COLLECTIVES` on *n* float32 elements; if each rank has a part, *n* is the size of all parts."""
     import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
+    part, whole = n // size, n // size * size
+    if operation == "all_reduce":
+        x = torch.zeros(n)
+        return Call(x, x, lambda: dist.all_reduce(x))
+    if operation == "broadcast":
+        x = torch.zeros(n)
+        return Call(x, x, lambda: dist.broadcast(x, 0))
+    if operation == "all_gather":
+        x, out = torch.zeros(part), torch.zeros(whole)
+        outs = list(out.chunk(size))
+        return Call(x, out, lambda: dist.all_gather(outs, x))
+    if operation == "reduce_scatter":
+        x, out = torch.zeros(whole), torch.zeros(part)
+        xs = list(x.chunk(size))
+        return Call(x, out, lambda: dist.reduce_scatter(out, xs))
+    if operation == "all_to_all":
+        x, out = torch.zeros(whole), torch.zeros(whole)
+        return Call(x, out, lambda: dist.all_to_all_single(out, x))
     x, out = torch.zeros(n), torch.zeros(n)
 
     def run() -> None:
+        """Send to the next rank and at the same time receive from the previous one."""
         works = [dist.irecv(out, (rank - 1) % size), dist.isend(x, (rank + 1) % size)]
         for work in works:
-            if work is not None:  # None: not of the group, which no rank here is
+            if work is not None:  # None only for processes outside the group
                 work.wait()
 
     return Call(x, out, run)
 
 
-#: By name: makes a call on *n* float32 elements; each side of all_gather and the like has the ranks' parts together.
-COLLECTIVES: dict[str, Callable[[int], Call]] = {
-    "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all, "send/recv": _send_recv}
-
-
 def expected(operation: str, call: Call, rank: int, size: int) -> torch.Tensor:
-    """Return what *call* must find on *rank* if each rank r gave i mod 251 + r as its i-th element."""
+    """Return the result of *call* on *rank* if the i-th element of each rank r was i mod 251 + r."""
     import torch
 
     n = len(call.given)

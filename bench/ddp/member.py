@@ -1,27 +1,22 @@
-"""One rank of a process group of torch, by any backend."""
+"""One rank of a process group of torch, with any backend."""
 from __future__ import annotations
 
-from bpsfast.bench.ddp.collectives import COLLECTIVES, expected
+from bpsfast.bench.ddp import collectives
 from bpsfast.bench.ddp.models import MODELS, batch, network
 from bpsfast.bench.harness import pattern
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import GroupMember, Operation
 
 
-class Member:
-    """One rank; the rendezvous is in the environment. Variants are the names of `MODELS` and `COLLECTIVES`."""
+class Member(GroupMember):
+    """One rank. The variants of `operation` are the names of `MODELS` and `COLLECTIVES`."""
 
     def __init__(self, backend: str) -> None:
-        import torch.distributed as dist
-
         import bpsfast.torch.backend  # noqa: F401
 
-        self._dist = dist
-        dist.init_process_group(backend)
-        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        super().__init__(backend)
         self._losses: dict[str, list[float]] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class."""
         return self._training(variant) if variant in MODELS else self._collective(variant, nbytes // 4)
 
     def _training(self, name: str) -> Operation:
@@ -44,19 +39,11 @@ class Member:
         return Operation(run, lambda known: None, lambda: 0)
 
     def _collective(self, name: str, n: int) -> Operation:
-        call = COLLECTIVES[name](n)
+        call = collectives.call(name, n)
         return Operation(
             call.run, lambda known: pattern.fill(call.given.numpy(), self.rank, known),
-            lambda: int((call.found != expected(name, call, self.rank, self._size)).sum()))
+            lambda: int((call.found != collectives.expected(name, call, self.rank, self.size)).sum()))
 
     def losses(self) -> dict[str, list[float]]:
-        """Return the losses of all steps so far, by model."""
+        """Return the losses of all steps so far for each model."""
         return self._losses
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        self._dist.barrier()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()

@@ -17,13 +17,13 @@ class Model(NamedTuple):
 
 
 _WIDE = Model(4 * (3 * (1664 * 1664 + 1664) + 1664 * 10 + 10), 1, is_wide=True)
-#: Wide layers under one sample, without copies between gradients and buckets as well; convolutions over many.
+#: Wide layers with a batch of one sample, with and without `gradient_as_bucket_view`; convolutions with a large batch.
 MODELS = {"comm-bound": _WIDE, "comm-bound views": _WIDE._replace(views=True),
           "compute-bound": Model(4 * ((3 * 9 + 1) * 32 + 3 * (32 * 9 + 1) * 32 + 33 * 10), 24, is_wide=False)}
 
 
 def network(name: str) -> torch.nn.Module:
-    """Return that model, with the same random weights each time."""
+    """Return the model *name*, with the same random weights each time."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""The report of `bench ddp`: step rates, whether losses agree, and the time of each collective beside gloo's."""
+"""The report of `bench ddp`: step rates, whether losses agree, and the time of each collective and of gloo's."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ Losses = Mapping[str, Sequence[Mapping[str, Sequence[float]]]]
 
 
 def gain(rows: Sequence[Row], name: str, nbytes: int) -> float:
-    """Return how many times as fast as gloo ours is, by medians."""
+    """Return gloo's median time divided by ours."""
     gloo, ours = (find([row for row in rows if row.group.name == backend], name, nbytes)
                   for backend in ("gloo", "bpsfast"))
     if gloo is None or ours is None:
@@ -20,7 +20,7 @@ def gain(rows: Sequence[Row], name: str, nbytes: int) -> float:
 
 
 def losses_agree(losses: Losses) -> dict[str, bool]:
-    """Return by model whether each rank has the same losses with both backends, bit for bit."""
+    """Return for each model whether both backends give each rank the same losses, bit for bit."""
     gloo, ours = losses["gloo"], losses["bpsfast"]
     return {name: all(a[name] == b[name] for a, b in zip(gloo, ours, strict=True)) for name in gloo[0]}
 

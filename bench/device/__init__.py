@@ -1,13 +1,13 @@
-"""``bpsfast bench device``: gradients on a GPU, by ranks that share it. `PARTS` are the questions:
+"""``bpsfast bench device``: gradients on a GPU that several ranks share. `PARTS` answer these questions:
 
-    sums      how near a push_pull is to plain copies of the same bytes (`copies` says what bounds it)
-    beside    does the stream that computes take longer, or does the host wait, while hooks push gradients
-    stages    how copies, sums and the wire overlap in one step of two nodes
-    training  does a real model end with the same bits as by the CPU's way
-    memory    what a byte of gradient takes of the device, of pinned memory and of the machine
+    sums      how near is push_pull to plain copies of the same bytes (`copies` explains the bound)
+    backward  is the computing stream slower, or does the host wait, while hooks push gradients
+    stages    how do copies, sums and the network overlap in one step of two nodes
+    training  does a real model end with the same bits as with sums on the CPU
+    memory    how much device, pinned and machine memory does a byte of gradient need
 
-With ``--device host`` all of it runs where there is no GPU, on the host device. That shows that it runs, and nothing
-of a GPU: its result files are no claims.
+With ``--device host`` everything runs on the host device, without a GPU. That only shows that the code works; its
+result files are no claims.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from bpsfast.bench.device import report
 from bpsfast.bench.device.parts import PARTS, record
 from bpsfast.bench.device.plan import Plan
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
@@ -30,23 +30,14 @@ _QUICK_SIZES = {"cuda": "1M,16M,64M", "host": "1M"}
 def run(options: Mapping[str, Any]) -> bool:
     """Measure as *options* say, print tables, write the records; return whether everything is as promised.
 
-    A part that fails is reported, and the others go on. The result file is written anew after each part.
+    A part that fails is reported, and the others are still measured. Each part rewrites the result file.
 
-    Parameters
-    ----------
-    options
-        device ("cuda", "host"), n_ranks (2, all on one device), sizes ("1M,64M"), parts ("sums,memory"), settings (of
-        the jobs), n_rounds (5), json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    UnsupportedError
-        If there is no GPU.
+    *options*, each of which may be missing or None: device ("cuda", "host"), n_ranks (2, all on one device), sizes
+    ("1M,64M"), parts ("sums,memory"), settings (of the jobs), n_rounds (5), json_path, quick. Raises `ConfigError` if
+    one makes no sense, `UnsupportedError` if there is no GPU.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    device, quick, n_ranks = given.get("device", "cuda"), bool(given.get("quick")), given.get("n_ranks", 2)
+    given = BenchRun("device", options)
+    device, n_ranks = given.get("device", "cuda"), given.get("n_ranks", 2)
     if device not in _SIZES:
         raise ConfigError(f"--device {device}: expected {' or '.join(_SIZES)}")
     if n_ranks < 2:
@@ -55,15 +46,14 @@ def run(options: Mapping[str, Any]) -> bool:
         from bpsfast.gpu.cuda import cupy
 
         cupy()
-    plan = Plan(device, n_ranks, parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[device]),
-                given.get("n_rounds") or (2 if quick else 5), quick, given.get("settings", {}))
+    plan = Plan(device, n_ranks, parse_sizes(given.get("sizes") or (_QUICK_SIZES if given.quick else _SIZES)[device]),
+                given.rounds(5, quick=2), given.quick, given.get("settings", {}))
     records: list[dict[str, Any]] = []
-    began = time.time()
     for name in parse_names("--parts", given["parts"], PARTS) if "parts" in given else PARTS:
         found = _measured(name, plan)
         print(report.text(found), flush=True)
         records += found
-        table.finish("device", given, began, records)
+        given.finish(records)
     troubles = report.troubles(records, plan.is_gpu)
     for trouble in troubles:
         print(f"not as promised: {trouble}")
@@ -76,10 +66,8 @@ def _measured(name: str, plan: Plan) -> list[dict[str, Any]]:
     began = time.monotonic()
     try:
         found = PARTS[name](plan)
-    except Exception:  # whatever it is: other parts, on a machine that may not be there tomorrow, do not depend on it
+    except Exception:  # of any kind: the other parts do not depend on it
         found = [record("error", {"part": name}, {"error": traceback.format_exc()})]
     for each in found:
         each["chosen"]["part_s"] = time.monotonic() - began
     return found
-
-

@@ -1,12 +1,11 @@
 """The bound of `bench device`: the same bytes copied plainly, by all ranks at once, without sums.
 
 Sums and copies overlap, and so do both directions of PCIe, where every copy has an engine of its own. So a stream of
-tensors can at best take as long as copying all of them out and all of them in at the same time: the longer of both
-ways, in the contention that both at once have with each other (`BOTH`). One tensor goes out, and then in (`AFTER`):
-its latency is the sum of both. Partitions of one that overlap may beat that.
+tensors takes at least as long as copying all of them out and all of them in at the same time, with the contention that
+this has (`BOTH`). One tensor goes out, and then in (`AFTER`): its latency is the sum of both. A tensor whose partitions
+overlap may be faster than that.
 
-`OUT` and `IN` are the two ways alone: the longer of them is the bound on a machine where both at once hinder each other
-in nothing.
+`OUT` and `IN` are the two directions alone: the longer of them is the bound on a machine without that contention.
 """
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ class Copies:
         self._out, self._in = hardware.device.stream(), hardware.device.stream()
         self._pinned: dict[str, Pinned] = {}
 
-    def operation(self, way: str, nbytes: int, n: int) -> Operation:
-        """Return the operation that copies *n* arrays of *nbytes* on *way*, each to a place of its own."""
+    def operation(self, direction: str, nbytes: int, n: int) -> Operation:
+        """Return the operation that copies *n* arrays of *nbytes* in *direction*, each to separate memory."""
         hardware = self._hardware
         arrays = [hardware.array(nbytes // 4) for _ in range(n)]
         addresses = [hardware.address(array) for array in arrays]
         there = self._memory("out", n * nbytes)
-        here = there if way == AFTER else self._memory("in", n * nbytes)
+        here = there if direction == AFTER else self._memory("in", n * nbytes)
 
         def run() -> None:
-            if way != IN:
+            if direction != IN:
                 for i, address in enumerate(addresses):
                     self._out.copy(there.address + i * nbytes, address, nbytes, to_host=True)
-            if way == AFTER:
+            if direction == AFTER:
                 self._in.wait(self._out.record())
-            if way != OUT:
+            if direction != OUT:
                 for i, address in enumerate(addresses):
                     self._in.copy(address, here.address + i * nbytes, nbytes, to_host=False)
             self._out.record().wait()
@@ -49,7 +48,7 @@ class Copies:
         return Operation(run, lambda known: _zero(hardware, arrays), lambda: 0)
 
     def _memory(self, name: str, nbytes: int) -> Pinned:
-        """Return pinned memory that whatever is not larger shares."""
+        """Return pinned memory of *nbytes* or more; operations share it."""
         found = self._pinned.get(name)
         if found is None or found.nbytes < nbytes:
             found = self._pinned[name] = self._hardware.pinned(nbytes)

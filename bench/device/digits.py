@@ -1,8 +1,8 @@
 """A small real model whose gradients are averaged on the device and by the CPU in every step: compares the bits.
 
-Gradients are computed once. Their averages are made by `DistributedOptimizer` where they are, and once more of copies
-in shared memory, as on a machine without a GPU. One model goes on from either, by the same optimizer on the same
-device: so their parameters are the same at the end if all averages were.
+Gradients are computed once and averaged twice: on the device by `DistributedOptimizer`, and from copies in shared
+memory, as on a machine without a GPU. Two models train, one with each average, by the same optimizer on the same
+device; so their parameters are the same at the end if all averages were.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _N_TESTED = 360
 
 
 class Trained(NamedTuple):
-    """What one rank found. `losses` of its own samples; `differing`: the first gradients whose averages differed."""
+    """The result of one rank. `losses` of its own samples; `differing`: the first gradients whose averages differed."""
 
     n_steps: int
     n_averages: int
@@ -42,7 +42,7 @@ def train(device: str, n_steps: int) -> Trained:
     from bpsfast import torch as bps
 
     rank, size = bps.rank(), bps.size()
-    torch.manual_seed(rank)  # only rank 0's start counts
+    torch.manual_seed(rank)  # rank 0's weights are broadcast
     models = [network().to(device) for _ in range(2)]
     bps.broadcast_parameters(models[0].state_dict(), root_rank=0)
     models[1].load_state_dict(models[0].state_dict())
@@ -86,7 +86,7 @@ def train(device: str, n_steps: int) -> Trained:
 
 
 def network() -> torch.nn.Sequential:
-    """Return that of examples/digits: 1.1 million parameters, most of them in the first linear layer."""
+    """Return the network of examples/digits: 1.1 million parameters, most of them in the first linear layer."""
     from torch import nn
 
     return nn.Sequential(

@@ -13,18 +13,20 @@ from bpsfast.trainer.process import current
 if TYPE_CHECKING:
     from bpsfast.bench.device.hardware import Hardware
 
-#: What takes gradients on a device, in the order in which it is measured.
-WAYS = ("push_pull in place", "push_pull", "Gradients", "DistributedOptimizer", "DistributedOptimizer fp16")
+#: Methods to exchange gradients on a device, in the order in which they are measured.
+METHODS = ("push_pull in place", "push_pull", "Gradients", "DistributedOptimizer", "DistributedOptimizer fp16")
 _N_TENSORS = 4
 
 
 class Footprint(NamedTuple):
-    """Bytes that one way has added, of *nbytes* of gradient: on the device beside the gradients themselves, after the
-    steps and at most within one (None: nobody counts); of this rank's input segments, of segments with results that it
-    maps, and of what it has pinned of both; of all segments of the machine.
+    """Bytes that a method added for *nbytes* of gradient.
+
+    On the device, without the gradients themselves: after the steps, and the peak within one (None: unknown). On the
+    host: this rank's input segments, the result segments that it maps, the pinned bytes of both, and all segments of
+    the machine.
     """
 
-    way: str
+    method: str
     nbytes: int
     device_nbytes: int | None
     device_peak_nbytes: int | None
@@ -42,11 +44,11 @@ class _Count(NamedTuple):
     machine: int
 
 
-def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
-    """Make some steps of *way* with *nbytes* of gradients on this rank; all ranks at once."""
+def measure(hardware: Hardware, method: str, nbytes: int) -> Footprint:
+    """Measure some steps of *method* with *nbytes* of gradients; all ranks call this at once."""
     bpsfast.barrier()
     before = _count(hardware)
-    with _way(hardware, way, nbytes) as (own_nbytes, step):
+    with _prepared(hardware, method, nbytes) as (own_nbytes, step):
         for _ in range(3):
             step()
         hardware.idle()
@@ -57,7 +59,7 @@ def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
         after = _count(hardware)
     known = after.device is not None and before.device is not None
     return Footprint(
-        way, nbytes, after.device - before.device - own_nbytes if known else None,  # type: ignore[operator]
+        method, nbytes, after.device - before.device - own_nbytes if known else None,  # type: ignore[operator]
         peak[0] - before.device - own_nbytes if known else None,  # type: ignore[operator]
         after.inputs - before.inputs, after.results - before.results, after.pinned - before.pinned,
         after.machine - before.machine)
@@ -65,18 +67,17 @@ def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
 
 def _count(hardware: Hardware) -> _Count:
     session = current()
-    sizes = {owner: 0 for owner in ("rank", "others")}
-    for (owner, _), segment in session.memory.segments.items():
-        sizes["rank" if owner == "rank" else "others"] += segment.nbytes
-    known = filter(None, session.devices._pinned.values())  # it has no other reader; what is not pinned may be None
+    inputs = sum(segment.nbytes for (owner, _), segment in session.memory.segments.items() if owner == "rank")
+    results = sum(segment.nbytes for segment in session.memory.segments.values()) - inputs
+    known = filter(None, session.devices._pinned.values())  # None: not pinned; there is no public reader
     pinned = sum(segment.nbytes for _, segment in known)
-    return _Count(hardware.allocated_nbytes(), sizes["rank"], sizes["others"], pinned,
+    return _Count(hardware.allocated_nbytes(), inputs, results, pinned,
                   bpsfast.counters()["memory_segments"])
 
 
 @contextlib.contextmanager
 def _peak(hardware: Hardware) -> Iterator[list[int]]:
-    """Yield a list that has the most that the device's arrays take meanwhile, at the end."""
+    """Yield a list whose element is, at the end, the peak of the bytes of the device's arrays."""
     found = [0]
     if hardware.allocated_nbytes() is None:
         yield found
@@ -90,22 +91,22 @@ def _peak(hardware: Hardware) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _way(hardware: Hardware, way: str, nbytes: int) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Yield what the user's own gradients, and parameters, take of the device, and what makes a step."""
+def _prepared(hardware: Hardware, method: str, nbytes: int) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Yield the bytes of the user's own gradients and parameters on the device, and a function that makes a step."""
     n = nbytes // _N_TENSORS // 4
-    if way == "Gradients":
+    if method == "Gradients":
         device = "host" if hardware.name == "host" else "cuda"
-        gradients = bpsfast.Gradients({f"{way} {i}": ((n,), np.float32) for i in range(_N_TENSORS)}, device=device)
+        gradients = bpsfast.Gradients({f"{method} {i}": ((n,), np.float32) for i in range(_N_TENSORS)}, device=device)
         yield nbytes, lambda: _gradients_step(gradients)
         return
-    if way.startswith("DistributedOptimizer"):
-        weights, optimizer = _model(hardware, way, n)
+    if method.startswith("DistributedOptimizer"):
+        weights, optimizer = _model(hardware, method, n)
         yield 2 * nbytes, lambda: _model_step(weights, optimizer)
         return
     arrays = [hardware.array(n) for _ in range(_N_TENSORS)]
-    names = [f"{way} {i}" for i in range(_N_TENSORS)]
+    names = [f"{method} {i}" for i in range(_N_TENSORS)]
     results: list[Any] = []
-    if way == "push_pull in place":
+    if method == "push_pull in place":
         yield nbytes, lambda: [handle.wait() for handle in
                                [hardware.begin(x, name, average=True) for x, name in zip(arrays, names)]]
         return
@@ -124,15 +125,15 @@ def _gradients_step(gradients: bpsfast.Gradients) -> None:
         gradients.wait(name)
 
 
-def _model(hardware: Hardware, way: str, n: int) -> tuple[Any, Any]:
+def _model(hardware: Hardware, method: str, n: int) -> tuple[Any, Any]:
     import torch
 
     from bpsfast import torch as bps
 
     device = "cpu" if hardware.name == "host" else "cuda"
     weights = [torch.nn.Parameter(torch.zeros(n, device=device)) for _ in range(_N_TENSORS)]
-    named = [(f"{way} {i}", weight) for i, weight in enumerate(weights)]
-    compression = bps.Compression.fp16 if way.endswith("fp16") else bps.Compression.none
+    named = [(f"{method} {i}", weight) for i, weight in enumerate(weights)]
+    compression = bps.Compression.fp16 if method.endswith("fp16") else bps.Compression.none
     return weights, bps.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1), named_parameters=named,
                                              compression=compression)
 
@@ -140,7 +141,7 @@ def _model(hardware: Hardware, way: str, n: int) -> tuple[Any, Any]:
 def _model_step(weights: Any, optimizer: Any) -> None:
     import torch
 
-    for weight in weights:  # in place, or the allocator would have both at once
+    for weight in weights:  # zeroed in place, so that the allocator does not hold old and new gradients at once
         if weight.grad is not None:
             weight.grad.zero_()
     torch.stack([weight.sum() for weight in weights]).sum().backward()

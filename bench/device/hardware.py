@@ -19,17 +19,17 @@ class Pinned(NamedTuple):
 
 
 class Moment(Protocol):
-    """When the program's stream got to a place of its work."""
+    """The time at which the program's stream reached a place in its work."""
 
     def since(self, earlier: Moment) -> float:
-        """Return the seconds since *earlier*, of the same device, by the device's clock. Once both were reached."""
+        """Return the seconds since *earlier*, by the device's clock, once both have been reached."""
 
 
 class Hardware(Protocol):
     """One device and the stream on which this process computes. Owner thread only.
 
-    Arrays are float32 vectors of whatever kind users of the device have. What is said to be enqueued is done on the
-    stream, in order.
+    Arrays are float32 vectors of the kind that users of the device have. What is enqueued is done on the stream, in
+    order.
     """
 
     name: str
@@ -42,19 +42,19 @@ class Hardware(Protocol):
         """Return where on the device it lies."""
 
     def write(self, array: Any, values: Floats) -> None:
-        """Put *values* there, and wait until they are."""
+        """Copy *values* there, and wait until they are there."""
 
     def read(self, array: Any) -> Floats:
         """Wait for what is enqueued, and return the values."""
 
     def set(self, array: Any, value: float) -> None:
-        """Enqueue a kernel that lets all elements be *value*."""
+        """Enqueue a kernel that sets all elements to *value*."""
 
     def compute(self, n: int) -> None:
         """Enqueue *n* products of matrices."""
 
     def moment(self) -> Moment:
-        """Enqueue a look at the clock."""
+        """Enqueue a reading of the clock."""
 
     def begin(self, array: Any, name: str, average: bool) -> Any:
         """Begin a push_pull in place, as a hook of the backward pass does; return its handle."""
@@ -63,10 +63,10 @@ class Hardware(Protocol):
         """Wait until everything that is enqueued is done."""
 
     def pinned(self, nbytes: int) -> Pinned:
-        """Return pinned memory, as the device's own library gives it."""
+        """Return pinned memory of the device's own library."""
 
     def allocated_nbytes(self) -> int | None:
-        """Return what arrays take of the device's memory now; None: nobody counts it."""
+        """Return the bytes of device memory that arrays take now; None if they are not counted."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the device is, for the result file."""
+        """Return a description of the device, for the result file."""

@@ -9,27 +9,26 @@ from bpsfast.gpu.cuda import cuda_device, cupy
 from bpsfast.orchestration.errors import UnsupportedError
 
 _SIDE = 2048  # of the matrices
-_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported: can results, which ranks map so, be pinned
+_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported: results, which ranks map so, can be pinned
 _QUERY = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total"
 
 
 class CudaMoment:
-    """See `Moment`."""
+    """A `Moment` of a CUDA stream, by an event."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
     def since(self, earlier: Moment) -> float:
-        """See `Moment`."""
         assert isinstance(earlier, CudaMoment), "of the same device"
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaHardware:
-    """See `Hardware`."""
+    """A `Hardware` that is this process's current CUDA device."""
 
     def __init__(self) -> None:
-        cupy()  # says in words what is missing
+        cupy()  # raises an error that names what is missing
         import torch
 
         if not torch.cuda.is_available():
@@ -44,59 +43,49 @@ class CudaHardware:
         self._product = torch.empty(_SIDE, _SIDE, device=self._where)
 
     def array(self, n: int) -> Any:
-        """See `Hardware`."""
         return self._torch.zeros(n, dtype=self._torch.float32, device=self._where)
 
     def address(self, array: Any) -> int:
-        """See `Hardware`."""
         return int(array.data_ptr())
 
     def write(self, array: Any, values: Floats) -> None:
-        """See `Hardware`."""
         array.copy_(self._torch.from_numpy(values))
         self.idle()
 
     def read(self, array: Any) -> Floats:
-        """See `Hardware`."""
         values: Floats = array.cpu().numpy()
         return values
 
     def set(self, array: Any, value: float) -> None:
-        """See `Hardware`."""
         array.fill_(value)
 
     def compute(self, n: int) -> None:
-        """See `Hardware`."""
         for _ in range(n):
             self._torch.mm(*self._factors, out=self._product)
 
     def moment(self) -> CudaMoment:
-        """See `Hardware`."""
         event = self._torch.cuda.Event(enable_timing=True)
         event.record()
         return CudaMoment(event)
 
     def begin(self, array: Any, name: str, average: bool) -> Any:
-        """See `Hardware`."""
         from bpsfast.torch.ops import push_pull_async_inplace
 
         return push_pull_async_inplace(array, average=average, name=name)
 
     def idle(self) -> None:
-        """See `Hardware`."""
         self._torch.cuda.current_stream(self._where).synchronize()
 
     def pinned(self, nbytes: int) -> Pinned:
-        """See `Hardware`. cudaHostAlloc's, which is what bounds are measured with everywhere."""
+        """Return memory of cudaHostAlloc, with which bounds are measured everywhere."""
         memory = cupy().cuda.alloc_pinned_memory(nbytes)
         return Pinned(int(memory.ptr), nbytes, memory)
 
     def allocated_nbytes(self) -> int | None:
-        """See `Hardware`. Of torch's tensors and CuPy's arrays."""
+        """Return the bytes of torch's tensors and CuPy's arrays."""
         return int(self._torch.cuda.memory_allocated(self._where)) + int(cupy().get_default_memory_pool().used_bytes())
 
     def facts(self) -> dict[str, Any]:
-        """See `Hardware`."""
         module = cupy()
         found = self._torch.cuda.get_device_properties(self._where)
         runtime = module.cuda.runtime

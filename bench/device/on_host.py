@@ -16,7 +16,7 @@ _SIDE = 256  # of the matrices
 
 
 class HostMoment:
-    """See `Moment`."""
+    """A `Moment` of the host device's thread."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
@@ -26,13 +26,12 @@ class HostMoment:
         self.at_s = time.perf_counter()
 
     def since(self, earlier: Moment) -> float:
-        """See `Moment`."""
         assert isinstance(earlier, HostMoment), "of the same device"
         return self.at_s - earlier.at_s
 
 
 class HostHardware:
-    """See `Hardware`."""
+    """A `Hardware` that is the host device."""
 
     def __init__(self) -> None:
         self.name = "host"
@@ -43,51 +42,41 @@ class HostHardware:
         self._product = np.empty((_SIDE, _SIDE), np.float32)
 
     def array(self, n: int) -> HostArray:
-        """See `Hardware`."""
         array = np.zeros(n, np.float32).view(HostArray)
         array.stream = self._stream
         return array
 
     def address(self, array: HostArray) -> int:
-        """See `Hardware`."""
         return int(array.ctypes.data)
 
     def write(self, array: HostArray, values: Floats) -> None:
-        """See `Hardware`."""
         self._stream.run(lambda: np.copyto(array, values))
         self.idle()
 
     def read(self, array: HostArray) -> Floats:
-        """See `Hardware`."""
         self.idle()
         return np.array(array, subok=False)
 
     def set(self, array: HostArray, value: float) -> None:
-        """See `Hardware`."""
         self._stream.run(lambda: array.fill(value))
 
     def compute(self, n: int) -> None:
-        """See `Hardware`."""
         a, b = self._factors
         for _ in range(n):
             self._stream.run(lambda: np.matmul(a, b, out=self._product))
 
     def moment(self) -> HostMoment:
-        """See `Hardware`."""
         moment = HostMoment()
         self._stream.run(moment.reach)
         return moment
 
     def begin(self, array: HostArray, name: str, average: bool) -> Any:
-        """See `Hardware`."""
         return bpsfast.push_pull_async(array, average=average, name=name, out=array)
 
     def idle(self) -> None:
-        """See `Hardware`."""
         self._stream.record().wait()
 
     def pinned(self, nbytes: int) -> Pinned:
-        """See `Hardware`."""
         memory = np.ones(nbytes + mmap.PAGESIZE, np.uint8)
         address = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         self.device.pin(address, nbytes, writable=True)
@@ -95,9 +84,7 @@ class HostHardware:
         return Pinned(address, nbytes, memory)
 
     def allocated_nbytes(self) -> int | None:
-        """See `Hardware`."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """See `Hardware`."""
         return {"device": "the machine itself: threads for streams, memory of the host for the device's"}

@@ -13,15 +13,15 @@ _WIDTH = 72
 
 
 class Overlap(NamedTuple):
-    """One round of a job. Seconds; `stages`: when each was busy, somewhere, from the first copy's begin on."""
+    """One round of a job, in seconds. `stages`: when each was busy on any process, from the first copy's begin on."""
 
     round: int
     whole_s: float
     stages: dict[str, list[tuple[float, float]]]
-    at_least: list[float]  # in which so many stages were busy at once, as shares of the whole
+    at_least: list[float]  # share of the whole in which 1, 2, ... stages or more were busy at once
 
     def picture(self) -> str:
-        """Return a line for each stage: # where it was busy all of that time, - where it was some of it."""
+        """Return a line for each stage: # where it was busy all of a column's time, - where for some of it."""
         step_s = self.whole_s / _WIDTH
         lines = []
         for stage in STAGES:
@@ -40,7 +40,7 @@ class Overlap(NamedTuple):
 
 
 def load(folder: Path) -> list[Overlap]:
-    """Return all rounds that are whole in the traces in *folder*: every stage is there. Raises as `trace.load`."""
+    """Return all rounds of which the traces in *folder* have every stage. Raises as `trace.load`."""
     rounds: dict[int, dict[str, list[tuple[int, int]]]] = {}
     for process in trace.load(folder).processes:
         for span in process.spans:

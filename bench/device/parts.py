@@ -1,4 +1,4 @@
-"""The parts of `bench device`, each with a job of its own, and the records that they return."""
+"""The parts of `bench device`, each with a separate job, and the records that they return."""
 from __future__ import annotations
 
 import statistics
@@ -10,19 +10,19 @@ from typing import Any
 from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.device import overlap
 from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
-from bpsfast.bench.device.footprint import WAYS
+from bpsfast.bench.device.footprint import METHODS
 from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE, Plan
 from bpsfast.bench.device.rank import COPIES, SUMS
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 
 Records = list[dict[str, Any]]
-#: Of a rank's answer that is no measurement.
+#: Timeout of a rank's answer that is not a measurement.
 _ASK_S = 180.0
 
 
 def sums(plan: Plan) -> Records:
-    """push_pull of one array, and of a stream of them, beside plain copies of the same bytes in the same turns."""
+    """Measure push_pull of one array, and of a stream of them, and plain copies of the same bytes."""
     records: Records = []
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **plan.job)
@@ -32,7 +32,7 @@ def sums(plan: Plan) -> Records:
             one = [Row(group, f"{SUMS}1", nbytes, "push_pull of one"),
                    Row(group, f"{COPIES}1, {AFTER}", nbytes, AFTER)]
             stream = [Row(group, f"{SUMS}{many}", nbytes, "push_pull of a stream"),
-                      *(Row(group, f"{COPIES}{many}, {way}", nbytes, way) for way in (BOTH, OUT, IN))]
+                      *(Row(group, f"{COPIES}{many}, {direction}", nbytes, direction) for direction in (BOTH, OUT, IN))]
             take_turns(one, plan.n_rounds, n=plan.n_samples(nbytes))
             take_turns(stream, plan.n_rounds, n=plan.n_samples(many * nbytes))
             for rows, n in ((one, 1), (stream, many)):
@@ -51,16 +51,16 @@ def _sampled(row: Row, n: int, plan: Plan) -> dict[str, Any]:
 
 
 def _compare(records: Records) -> None:
-    """Add to the first of *records*, push_pull's, which share of the bounds that the others are it reaches."""
-    ours, bound, *ways = (each["measured"] for each in records)
+    """Add to the first record, push_pull's, the share that it reaches of the bounds in the other records."""
+    ours, bound, *directions = (each["measured"] for each in records)
     ours |= {"of_bound": bound["median_s"] / ours["median_s"],
              "reaches_bound": bound["median_s"] / ours["median_s"] >= LEAST_OF_BOUND}
-    if ways:
-        ours["of_longer_way"] = max(way["median_s"] for way in ways) / ours["median_s"]
+    if directions:
+        ours["of_longer_direction"] = max(each["median_s"] for each in directions) / ours["median_s"]
 
 
-def beside(plan: Plan) -> Records:
-    """Steps with and without an exchange, in turns; on a GPU what the profiler sees, too."""
+def backward(plan: Plan) -> Records:
+    """Measure steps with and without an exchange, in turns; on a GPU also by the profiler."""
     n = 3 if plan.quick else 10
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **plan.job)
@@ -68,13 +68,13 @@ def beside(plan: Plan) -> Records:
         n_wrong = 0
         for _ in range(plan.n_rounds):
             for exchanges in (False, True):
-                for answer in group.ask("beside", exchanges, n, plan.backward, timeout_s=_ASK_S):
+                for answer in group.ask("backward", exchanges, n, plan.backward, timeout_s=_ASK_S):
                     found[exchanges] += answer["steps"]
                     n_wrong += answer["n_wrong"]
         alone, ours = (_columns(found[exchanges]) for exchanges in (False, True))
         ratio = statistics.median(ours["stream_s"]) / statistics.median(alone["stream_s"])
         layers, nbytes, products = plan.backward
-        records = [record("beside", {"n_layers": layers, "nbytes": nbytes, "n_products": products,
+        records = [record("backward", {"n_layers": layers, "nbytes": nbytes, "n_products": products,
                                      "n_ranks": plan.n_ranks},
                           {"stream_ratio": ratio, "is_as_alone": ratio <= MOST_OF_ALONE, "n_wrong": n_wrong,
                            "alone": alone, "with_exchange": ours})]
@@ -89,7 +89,7 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def stages(plan: Plan) -> Records:
-    """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
+    """Measure how a step's stages overlap between two nodes of one rank each, over tcp on loopback."""
     n, nbytes = plan.step
     with tempfile.TemporaryDirectory(prefix=folder_prefix("trace")) as folder:
         with ContestantLauncher(2, 2) as launcher:
@@ -97,14 +97,14 @@ def stages(plan: Plan) -> Records:
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
             take_turns([row], 1, n=4, n_warmup=3)
         found = overlap.load(Path(folder))
-    chosen = found[-2:-1]  # in the midst: processes end after the last one
+    chosen = found[-2:-1]  # not the last step, after which processes end
     return [record("stages", {"n_arrays": n, "nbytes": nbytes, "n_nodes": 2, "transport": "tcp"},
                    {**each.measured(), "n_wrong": row.n_wrong, "rounds_s": [other.whole_s for other in found],
                     "picture": each.picture()}) for each in chosen]
 
 
 def training(plan: Plan) -> Records:
-    """The digits' network: averages by the device's way beside those by the CPU's."""
+    """Train the digits' network: compare averages made on the device with those made by the CPU."""
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **_on_device(plan))
         return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
@@ -112,18 +112,18 @@ def training(plan: Plan) -> Records:
 
 
 def memory(plan: Plan) -> Records:
-    """What each way to push gradients takes of memory, each in a job of its own."""
+    """Measure the memory that each method to push gradients takes, each in a separate job."""
     records: Records = []
-    for way in WAYS:
+    for method in METHODS:
         with ContestantLauncher(plan.n_ranks, 1) as launcher:
             group = launcher.bpsfast(device=plan.device, **_on_device(plan))
             records += [record("memory", {"rank": rank, "n_ranks": plan.n_ranks}, found) for rank, found
-                        in enumerate(group.ask("footprint", way, plan.footprint_nbytes, timeout_s=_ASK_S))]
+                        in enumerate(group.ask("footprint", method, plan.footprint_nbytes, timeout_s=_ASK_S))]
     return records
 
 
 def _on_device(plan: Plan) -> dict[str, Any]:
-    """Return the settings of a job in which torch's tensors lie on the device."""
+    """Return the settings of a job whose torch tensors are on the device."""
     return {**plan.job, "host_device": not plan.is_gpu}
 
 
@@ -132,6 +132,6 @@ def record(section: str, chosen: dict[str, Any], measured: dict[str, Any]) -> di
     return {"section": section, "chosen": chosen, "measured": measured}
 
 
-#: By name, in the order in which they run.
+#: Parts by name, in the order in which they run.
 PARTS: dict[str, Callable[[Plan], Records]] = {
-    "sums": sums, "beside": beside, "stages": stages, "training": training, "memory": memory}
+    "sums": sums, "backward": backward, "stages": stages, "training": training, "memory": memory}

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What is promised of push_pull on a GPU, as a share of the copies' bound.
+#: push_pull on a GPU reaches at least this share of the copies' bound.
 LEAST_OF_BOUND = 0.85
-#: At most so much longer may a stream be with an exchange beside it.
+#: With communication the stream takes at most this many times as long.
 MOST_OF_ALONE = 1.05
-#: Settings of every job: what hangs is to end in words.
+#: Settings of every job: a rank that hangs ends with an error.
 _SETTINGS = {"timeout_s": 60, "start_timeout_s": 120}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """*device*: "cuda" or "host"; *sizes* in bytes; *settings* of the jobs beside ours."""
+    """*device*: "cuda" or "host"; *sizes* in bytes; *settings* of the jobs in addition to ours."""
 
     device: str
     n_ranks: int
@@ -26,7 +26,7 @@ class Plan:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether what is measured says anything: the host device only shows that all of it runs."""
+        """Whether times are measurements; the host device only shows that everything runs."""
         return self.device == "cuda"
 
     @property
@@ -35,31 +35,31 @@ class Plan:
         return {**_SETTINGS, **self.settings}
 
     def n_arrays(self, nbytes: int) -> int:
-        """Return how many arrays of *nbytes* make a stream that keeps both ways busy."""
+        """Return how many arrays of *nbytes* make a stream that keeps both directions busy."""
         total = 256 << 20 if self.is_gpu else 16 << 20
         return max(4, min(64, total // nbytes))
 
     def n_samples(self, nbytes: int) -> int:
-        """Return how many operations on *nbytes* in all make a turn."""
+        """Return the number of operations in a turn, for *nbytes* in all of an operation."""
         total = 1 << 30 if self.is_gpu else 32 << 20
         return max(2, min(5 if self.quick else 40, total // nbytes))
 
     @property
     def backward(self) -> tuple[int, int, int]:
-        """Layers, bytes of gradient and products of matrices of each layer of `Beside`."""
+        """Return the number of layers, and each layer's bytes of gradient and products of matrices."""
         return (16, 16 << 20, 6) if self.is_gpu else (8, 1 << 20, 4)
 
     @property
     def step(self) -> tuple[int, int]:
-        """Arrays and bytes of each of the step that is traced."""
+        """Number of arrays, and bytes of each, of the step that is traced."""
         return (8, 32 << 20) if self.is_gpu else (8, 4 << 20)
 
     @property
     def n_training_steps(self) -> int:
-        """Of the digits."""
+        """Steps of the digits' training."""
         return 10 if self.quick else 60
 
     @property
     def footprint_nbytes(self) -> int:
-        """Gradients whose memory is looked at."""
+        """Return the bytes of gradients whose memory is measured."""
         return 256 << 20 if self.is_gpu else 64 << 20

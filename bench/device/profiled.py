@@ -1,9 +1,8 @@
-"""What torch's profiler says of the threads that run a backward pass with `DistributedOptimizer`: do they ever wait for
-the GPU? CUDA only.
+"""Asks torch's profiler whether a backward pass with `DistributedOptimizer` ever waits for the GPU. CUDA only.
 
-Autograd runs hooks in a thread of its own for each GPU, so what counts is every call of CUDA's that waits, in the
-thread that called backward and in those that ran hooks, from backward's begin to its end. A wait on purpose afterwards
-shows that the profiler would have seen one.
+Autograd runs hooks in a thread of its own for each GPU, so every CUDA call counts that waits in the thread that called
+backward, or in one that ran hooks, between the begin and the end of backward. A deliberate wait afterwards shows that
+the profiler would have seen one.
 """
 from __future__ import annotations
 
@@ -67,10 +66,10 @@ def _mark() -> None:
 
 
 def judged(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what *events* of a Chrome trace say.
+    """Return what the *events* of a Chrome trace show.
 
-    n_backwards; n_hooks; threads: how many ran either; n_calls of CUDA's in them meanwhile, and the longest, in us;
-    waits: those that wait, by name; sees_waits: whether the one on purpose is there. Without that nothing is known.
+    n_backwards; n_hooks; threads: how many ran either; n_calls of CUDA in them meanwhile, and the longest, in us;
+    waits: those that wait, by name; sees_waits: whether the deliberate wait was seen, without which nothing is known.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     spans = {title: [event for event in complete if event.get("name") == title

@@ -4,26 +4,21 @@ from __future__ import annotations
 from typing import Any
 
 import bpsfast
-from bpsfast.bench.device import sums
-from bpsfast.bench.device.beside import Beside
+from bpsfast.bench.device.backward_pass import BackwardPass
 from bpsfast.bench.device.copies import Copies
 from bpsfast.bench.device.hardware import Hardware
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness import pattern
+from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.orchestration.errors import ConfigError
 
-#: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
+#: Prefixes of variants of `DeviceRank`: "push_pull of 8", "copies of 8, out" and so on.
 SUMS, COPIES = "push_pull of ", "copies of "
 
 
 def hardware(device: str) -> Hardware:
-    """Return that of this process: "cuda" (its current device), or "host".
+    """Return the device of this process: "cuda" (its current device) or "host".
 
-    Raises
-    ------
-    ConfigError
-        If *device* is neither.
-    UnsupportedError
-        If there is no such one.
+    Raises `ConfigError` if *device* is neither, `UnsupportedError` if there is no such device.
     """
     if device == "cuda":
         from bpsfast.bench.device.on_cuda import CudaHardware
@@ -36,50 +31,65 @@ def hardware(device: str) -> Hardware:
     raise ConfigError(f"device {device!r}: expected cuda or host")
 
 
-class DeviceRank:
-    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (`copies`)."""
+class DeviceRank(JobMember):
+    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, direction (see `copies`)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._hardware = hardware(device)
-        bpsfast.init()
-        self.rank, self._size = bpsfast.rank(), bpsfast.size()
+        super().__init__(bpsfast)
         self._copies = Copies(self._hardware)
-        self._beside: Beside | None = None
+        self._backward: BackwardPass | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class; *nbytes* of each of the arrays."""
+        """Return the operation of *variant*, on arrays of *nbytes* each."""
         if variant.startswith(SUMS):
-            return sums.operation(self._hardware, self.rank, self._size, nbytes, int(variant.removeprefix(SUMS)))
-        n, _, way = variant.removeprefix(COPIES).partition(", ")
-        return self._copies.operation(way, nbytes, int(n))
+            return self._sums(nbytes, int(variant.removeprefix(SUMS)))
+        n, _, direction = variant.removeprefix(COPIES).partition(", ")
+        return self._copies.operation(direction, nbytes, int(n))
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        bpsfast.barrier()
+    def _sums(self, nbytes: int, n: int) -> Operation:
+        """Return a push_pull of *n* arrays at once, in place, which ends when the stream has the sums."""
+        hardware = self._hardware
+        arrays = [hardware.array(nbytes // 4) for _ in range(n)]
+        names = [f"sum {i + 1} of {n} of {nbytes}" for i in range(n)]
+        known_values = hardware.read(arrays[0])
+
+        def run() -> None:
+            handles = [hardware.begin(array, name, average=False) for array, name in zip(arrays, names)]
+            for handle in handles:
+                handle.wait()
+            hardware.idle()
+
+        def fill(known: bool) -> None:
+            pattern.fill(known_values, self.rank, known)
+            for array in arrays:
+                hardware.write(array, known_values)
+
+        return Operation(run, fill, lambda: sum(pattern.n_wrong(hardware.read(array), self.size) for array in arrays))
 
     def close(self) -> None:
-        """Leave the job."""
+        """End the streams of copies, and leave the job."""
         self._copies.close()
-        bpsfast.shutdown()
+        super().close()
 
-    # -- what is asked beside times --------------------------------------------------------------------------------
+    # -- other measurements ----------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what the device is."""
+        """Return a description of the device."""
         return self._hardware.facts()
 
-    def beside(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
-        """Make *n_steps* steps of `Beside` of *shape* (layers, bytes, products) after one that does not count."""
-        if self._beside is None:
-            self._beside = Beside(self._hardware, self.rank, self._size, *shape)
+    def backward(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
+        """Make *n_steps* steps of `BackwardPass` of *shape* (layers, bytes, products) after one to warm up."""
+        if self._backward is None:
+            self._backward = BackwardPass(self._hardware, self.rank, self.size, *shape)
         bpsfast.barrier()
-        self._beside.step(exchanges)
-        steps = [self._beside.step(exchanges)._asdict() for _ in range(n_steps)]
-        return {"steps": steps, "n_wrong": self._beside.n_wrong() if exchanges else 0}
+        self._backward.step(exchanges)
+        steps = [self._backward.step(exchanges)._asdict() for _ in range(n_steps)]
+        return {"steps": steps, "n_wrong": self._backward.n_wrong() if exchanges else 0}
 
     def profile(self) -> dict[str, Any]:
-        """Look with torch's profiler for waits within backward (`profiled`)."""
+        """Find waits within backward with torch's profiler (`profiled`)."""
         from bpsfast.bench.device import profiled
 
         return profiled.measure()
@@ -90,8 +100,8 @@ class DeviceRank:
 
         return digits.train("cpu" if self._device == "host" else "cuda", n_steps)._asdict()
 
-    def footprint(self, way: str, nbytes: int) -> dict[str, Any]:
-        """Return the memory that one way takes (`footprint`)."""
+    def footprint(self, method: str, nbytes: int) -> dict[str, Any]:
+        """Return the memory that *method* takes (`footprint`)."""
         from bpsfast.bench.device import footprint
 
-        return footprint.measure(self._hardware, way, nbytes)._asdict()
+        return footprint.measure(self._hardware, method, nbytes)._asdict()

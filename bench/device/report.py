@@ -1,4 +1,4 @@
-"""The report of `bench device`: tables, and where results miss their promise."""
+"""The report of `bench device`: tables, and results that miss their promise."""
 from __future__ import annotations
 
 import statistics
@@ -13,7 +13,7 @@ Records = Sequence[dict[str, Any]]
 
 def text(records: Records) -> str:
     """Return the tables of *records* of one part."""
-    shown = {"device": _device, "sums": _sums, "beside": _beside, "profile": _profile, "stages": _stages,
+    shown = {"device": _device, "sums": _sums, "backward": _backward, "profile": _profile, "stages": _stages,
              "training": _training, "memory": _memory, "error": _error}
     parts = []
     for section in dict.fromkeys(record["section"] for record in records):
@@ -22,20 +22,20 @@ def text(records: Records) -> str:
 
 
 def troubles(records: Records, is_gpu: bool) -> list[str]:
-    """Return what is not as promised; on the host device speed promises nothing, and only results count."""
+    """Return a line for each broken promise; on the host device only results count, not speed."""
     found = [f"{record['chosen']['part']} ended with an error" for record in records if record["section"] == "error"]
     for section, measured in ((record["section"], record["measured"]) for record in records):
         if measured.get("n_wrong"):
             found.append(f"{section}: {measured['n_wrong']} elements are wrong")
         if section == "training" and (measured["n_differing"] or measured["n_differing_parameters"]
                                       or not measured["ranks_agree"]):
-            found.append("training: the device's way and the CPU's have not given the same bits")
+            found.append("training: sums on the device and on the CPU differ")
         if section == "profile" and measured["waits"]:
             found.append(f"profile: threads of the backward pass waited for the GPU: {measured['waits']}")
         if section == "profile" and not (measured["sees_waits"] and measured["n_hooks"]):
             found.append("profile: the profiler saw neither hooks nor a wait on purpose, so nothing is known")
-        if section == "beside" and is_gpu and not measured["is_as_alone"]:
-            found.append(f"beside: the stream took {measured['stream_ratio']:.3f} of its time alone, "
+        if section == "backward" and is_gpu and not measured["is_as_alone"]:
+            found.append(f"backward: the stream took {measured['stream_ratio']:.3f} of its time alone, "
                          f"{MOST_OF_ALONE} is allowed")
     least = reached_from(records)
     if is_gpu and any(record["section"] == "sums" for record in records) and least is None:
@@ -44,7 +44,7 @@ def troubles(records: Records, is_gpu: bool) -> list[str]:
 
 
 def reached_from(records: Records) -> int | None:
-    """Return the size from which on streams of arrays reach the promised share of the bound; None: not the largest."""
+    """Return the size from which on streams reach the promised share of the bound, or None if the largest does not."""
     streams = sorted(((record["chosen"]["nbytes"], record["measured"]["reaches_bound"]) for record in records
                       if record["section"] == "sums" and record["chosen"]["operation"] == "push_pull of a stream"),
                      reverse=True)
@@ -61,27 +61,29 @@ def _device(records: Records) -> str:
 
 
 def _sums(records: Records) -> str:
-    cells = [["operation", "arrays", "bytes each", "ms", "GB/s of a rank", "of its bound", "of the longer way",
+    cells = [["operation", "arrays", "bytes each", "ms", "GB/s of a rank", "of its bound", "of the longer direction",
               "#wrong"]]
     for record in records:
         chosen, measured = record["chosen"], record["measured"]
         cells.append([chosen["operation"], str(chosen["n_arrays"]), str(chosen["nbytes"]),
                       f"{measured['median_s'] * 1e3:.3f}", f"{measured['rate'] / 1e9:.2f}",
-                      *(f"{measured[name]:.2f}" if name in measured else "-" for name in ("of_bound", "of_longer_way")),
+                      *(f"{measured[name]:.2f}" if name in measured else "-"
+                        for name in ("of_bound", "of_longer_direction")),
                       str(measured["n_wrong"])])
     least = reached_from(records)
     said = "no size" if least is None else f"{least} bytes on"
-    return f"# push_pull beside plain copies\n{table.plain(cells)}\nstreams reach {LEAST_OF_BOUND} from: {said}\n"
+    return f"# push_pull and plain copies\n{table.plain(cells)}\nstreams reach {LEAST_OF_BOUND} from: {said}\n"
 
 
-def _beside(records: Records) -> str:
+def _backward(records: Records) -> str:
     measured = records[0]["measured"]
     cells = [["a backward pass (ms, medians)", "stream", "host enqueues", "in hooks", "longest hook", "whole step"]]
     for title in ("alone", "with_exchange"):
         found = {name: statistics.median(values) * 1e3 for name, values in measured[title].items()}
         cells.append([title.replace("_", " "), *(f"{found[name]:.3f}" for name in
                                                  ("stream_s", "host_s", "hooks_s", "longest_s", "step_s"))])
-    return f"# Beside a backward pass\n{table.plain(cells)}\nthe stream takes {measured['stream_ratio']:.3f} of alone\n"
+    return (f"# push_pull during a backward pass\n{table.plain(cells)}\n"
+            f"the stream takes {measured['stream_ratio']:.3f} of alone\n")
 
 
 def _profile(records: Records) -> str:
@@ -101,7 +103,7 @@ def _stages(records: Records) -> str:
     shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(measured["at_least"], start=1))
     busy = ", ".join(f"{stage} {busy_s * 1e3:.2f}" for stage, busy_s in measured["busy_s"].items())
     return (f"# Stages of a step of {measured['whole_s'] * 1e3:.2f} ms on two nodes\n{measured['picture']}\n"
-            f"so many of them, at least, busy at once: {shares}\nms in each: {busy}\n")
+            f"share of the time with at least n of them busy: {shares}\nms in each: {busy}\n")
 
 
 def _training(records: Records) -> str:
@@ -113,7 +115,6 @@ def _training(records: Records) -> str:
 
 
 def _memory(records: Records) -> str:
-    """Per byte of gradient."""
     cells = [["bytes for each byte of gradient", "rank", "device", "device, peak", "inputs", "results", "pinned",
               "machine"]]
     for record in records:
@@ -122,7 +123,7 @@ def _memory(records: Records) -> str:
         def share(name: str, found: dict[str, Any] = found) -> str:
             return "-" if found[name] is None else f"{found[name] / found['nbytes']:.2f}"
 
-        cells.append([found["way"], str(record["chosen"]["rank"]), *(share(f"{name}_nbytes") for name in (
+        cells.append([found["method"], str(record["chosen"]["rank"]), *(share(f"{name}_nbytes") for name in (
             "device", "device_peak", "input", "result", "pinned", "machine"))])
     return f"# Memory\n{table.plain(cells)}\n"
 

@@ -12,13 +12,13 @@ from bpsfast.jax import push_pull
 
 
 def eager(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* outside jit."""
+    """Return a function that sums *arrays* outside jit."""
     tree = [jnp.asarray(array) for array in arrays]
     return lambda: push_pull(tree, name=f"jax eager {len(tree)}")
 
 
 def jitted(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* in a jitted function that does nothing else."""
+    """Return a jitted function that only sums *arrays*."""
     tree = [jnp.asarray(array) for array in arrays]
     program = jax.jit(lambda tree: push_pull(tree, name=f"jax jit {len(tree)}"))
     return lambda: jax.block_until_ready(program(tree))

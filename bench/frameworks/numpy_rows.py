@@ -1,4 +1,4 @@
-"""The baseline rows: NumPy's arrays, every tensor pushed by itself, all at once."""
+"""The baseline rows: NumPy arrays, each pushed as a tensor of its own, all at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def new_results(arrays: Sequence[Array]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* into new ones, as frameworks do: the baseline."""
+    """Return a function that sums *arrays* into new ones, as frameworks do: the baseline."""
 
     def run() -> list[Any]:
         handles = [bpsfast.push_pull_async(array, name=f"numpy {len(arrays)}.{i}") for i, array in enumerate(arrays)]
@@ -22,7 +22,7 @@ def new_results(arrays: Sequence[Array]) -> Callable[[], list[Any]]:
 
 
 def same_results(arrays: Sequence[Array]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* into memory that is there already, which is NumPy's alone."""
+    """Return a function that sums *arrays* into existing memory, which only NumPy's rows do."""
     outputs = [np.empty_like(array) for array in arrays]
 
     def run() -> list[Any]:

@@ -14,14 +14,14 @@ import numpy as np
 
 import bpsfast
 
-#: Module of the rows -> what must be installed for them.
+#: Module of the rows -> package that must be installed.
 FRAMEWORKS = {"numpy_rows": "numpy", "jax_rows": "jax", "tensorflow_rows": "tensorflow"}
-#: Workload -> (number of tensors, elements of each, runs in a turn).
+#: Workload -> number of tensors, elements of each, runs in a turn.
 WORKLOADS = {"64 MB": (1, 16 << 20, 3), "161 small tensors": (161, 256, 10)}
 
 
 def rows(arrays: list[np.ndarray[Any, Any]]) -> dict[str, Callable[[], list[Any]]]:
-    """Return what sums *arrays*, by the rows' names; of what is installed."""
+    """Return the functions that sum *arrays* by name of the row, for the frameworks that are installed."""
     found: dict[str, Callable[[list[np.ndarray[Any, Any]]], Callable[[], list[Any]]]] = {}
     for module, needed in FRAMEWORKS.items():
         if lacking(needed) is None:
@@ -30,10 +30,7 @@ def rows(arrays: list[np.ndarray[Any, Any]]) -> dict[str, Callable[[], list[Any]
 
 
 def lacking(framework: str) -> str | None:
-    """Return why *framework* cannot be imported, in one line: it is not installed, or a part of it is not, or broken.
-
-    None: it can.
-    """
+    """Return in one line why *framework* cannot be imported, or None if it can."""
     try:
         import_module(framework)
     except ImportError as exc:
@@ -64,7 +61,7 @@ def measure(workload: str, n_rounds: int) -> list[dict[str, Any]]:
 
 
 def main(path: str, n_rounds: int) -> None:
-    """Measure everything; write the records to *path* on rank 0."""
+    """Measure all rows; rank 0 writes the records to *path*."""
     bpsfast.init()
     for needed in FRAMEWORKS.values():
         reason = lacking(needed)

@@ -11,14 +11,14 @@ from bpsfast.tensorflow.ops import reduced
 
 
 def eager(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* eagerly."""
+    """Return a function that sums *arrays* eagerly."""
     tensors = [tf.constant(array) for array in arrays]
     names = [f"tensorflow eager {len(tensors)}.{i}" for i in range(len(tensors))]
     return lambda: reduced(tensors, names, True)
 
 
 def traced(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:
-    """Return what sums *arrays* in a `tf.function` that does nothing else."""
+    """Return a `tf.function` that only sums *arrays*."""
     tensors = [tf.constant(array) for array in arrays]
     names = [f"tensorflow function {len(tensors)}.{i}" for i in range(len(tensors))]
     program = tf.function(lambda tensors: reduced(tensors, names, True), autograph=False)

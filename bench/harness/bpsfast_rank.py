@@ -1,4 +1,4 @@
-"""One rank of a bpsfast job, with all operations that benchmarks time or count on it."""
+"""One rank of a bpsfast job, with all operations that benchmarks measure."""
 from __future__ import annotations
 
 import os
@@ -13,26 +13,26 @@ import numpy as np
 import bpsfast
 from bpsfast.bench.compressed import step
 from bpsfast.bench.harness import memory_bound, pattern
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.bench.post import ping_pong
 from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.tools.planner import catalog
 from bpsfast.trainer.process import current
 
 
-class Ranks:
+class BpsfastRank(JobMember):
     """One rank. Variants of `operation`:
 
     ``numpy``
-        push_pull of an array inside the segment: the rank moves no byte.
+        push_pull of an array inside the segment, so the rank copies nothing.
     ``torch``
         push_pull_inplace of a private tensor: one copy in, one delivery out.
     ``gradients``, ``one tensor``
-        ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
+        ResNet-50's gradients with `bpsfast.Gradients`, and the same bytes as one array (*nbytes* has no effect).
     ``gradients of MODEL/N``
-        A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
+        Those of a built-in model, each tensor N times smaller, in float32 (*nbytes* has no effect).
     ``memory of OPERATION``
-        What memory alone takes for ``numpy`` or ``torch``; with ``, past caches`` or without (`memory_bound`).
+        The memory traffic of ``numpy`` or ``torch`` alone; ``, past caches`` with non-temporal stores (`memory_bound`).
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
     ``step of [...]``
@@ -40,33 +40,28 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        bpsfast.init()
-        self.rank, self._size = bpsfast.rank(), bpsfast.size()
-        self._gradients: bpsfast.Gradients | None = None
-        self._places = memory_bound.Places(self.rank, self._size)
+        super().__init__(bpsfast)
+        self._memory = memory_bound.RankMemory(self.rank, self.size)
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class."""
+        if variant == "gradients":
+            variant = "gradients of resnet50"
         if variant.startswith("gradients of "):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
         if memory_bound.is_row(variant):
-            return self._places.operation(variant, nbytes)
+            return self._memory.operation(variant, nbytes)
         if variant.startswith(step.PREFIX):
-            return step.operation(variant, self.rank, self._size)
-        make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
-                "one tensor": self._numpy, ping_pong.VARIANT: self._ping_pong}[variant]
+            return step.operation(variant, self.rank, self.size)
+        make = {"numpy": self._numpy, "torch": self._torch, "one tensor": self._numpy,
+                ping_pong.VARIANT: self._ping_pong}[variant]
         return make(nbytes)
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        bpsfast.barrier()
-
     def close(self) -> None:
-        """Leave the job."""
+        """Stop `burn` and leave the job."""
         self.burn(False)
-        bpsfast.shutdown()
+        super().close()
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -78,7 +73,7 @@ class Ranks:
             result[0] = bpsfast.push_pull(array, average=False, name=name)
 
         return Operation(run, lambda known: pattern.fill(array, self.rank, known),
-                         lambda: pattern.n_wrong(result[0], self._size))
+                         lambda: pattern.n_wrong(result[0], self.size))
 
     def _torch(self, nbytes: int) -> Operation:
         import torch
@@ -87,12 +82,8 @@ class Ranks:
 
         tensor, name = torch.zeros(nbytes // 4, dtype=torch.float32), f"torch {nbytes}"
         array = tensor.numpy()
-        return Operation(lambda: push_pull_inplace(tensor, average=False, name=name),
-                         lambda known: pattern.fill(array, self.rank, known),
-                         lambda: pattern.n_wrong(array, self._size))
-
-    def _gradient_list(self, nbytes: int) -> Operation:
-        return self._gradients_of("resnet50", 1)
+        return pattern.operation(lambda: push_pull_inplace(tensor, average=False, name=name), array, self.rank,
+                                 self.size)
 
     def _gradients_of(self, model: str, divisor: int) -> Operation:
         shapes = catalog.load(model).shapes if divisor == 1 else catalog.divided(model, divisor)
@@ -112,30 +103,30 @@ class Ranks:
                 pattern.fill(gradients[name].reshape(-1), self.rank, known)
 
         def n_wrong() -> int:
-            return sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward)
+            return sum(pattern.n_wrong(results[name].reshape(-1), self.size) for name in forward)
 
         return Operation(run, fill, n_wrong)
 
     def _ping_pong(self, nbytes: int) -> Operation:
-        post, array = current().extension(P2PEndpoint), np.zeros(nbytes, np.uint8)
+        endpoint, array = current().extension(P2PEndpoint), np.zeros(nbytes, np.uint8)
         address = array.ctypes.data
         return ping_pong.operation(
-            self.rank, array, lambda to: post.send(0, to, 0, address, nbytes, array).wait(),
-            lambda source: post.receive(0, source, 0, address, nbytes, array).wait())
+            self.rank, array, lambda to: endpoint.send(0, to, 0, address, nbytes, array).wait(),
+            lambda source: endpoint.receive(0, source, 0, address, nbytes, array).wait())
 
-    # -- what is asked beside times --------------------------------------------------------------------------------
+    # -- other measurements ----------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
         return bpsfast.counters()
 
     def yield_to_all(self) -> None:
-        """Run, with all threads there are, only where nothing else wants to."""
+        """Set the scheduling class of all threads to idle."""
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def burn(self, burning: bool) -> None:
-        """Start or stop a thread that does nothing but run Python."""
+        """Start or stop a thread that only runs Python code."""
         if self._burning is not None:
             self._burning.set()
             self._burning = None
@@ -144,7 +135,7 @@ class Ranks:
             threading.Thread(target=_burn, args=(stop,), daemon=True).start()
 
     def process(self) -> dict[str, Any]:
-        """Return this process's resident bytes outside shared memory, CPU seconds, and heavy modules it imported."""
+        """Return this process's private resident bytes, CPU seconds, and the heavy modules that it has imported."""
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
         return {"pid": os.getpid(), "resident_outside_segments_nbytes": resident, "cpu_s": time.process_time(),

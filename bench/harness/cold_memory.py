@@ -1,4 +1,4 @@
-"""Sets of partitions in memory that no cache holds, so that they are really read from DRAM."""
+"""Sets of partitions in memory that exceeds the caches, so that they are read from DRAM."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,18 +15,23 @@ PARTITION_NBYTES = 4 << 20
 _UNKNOWN_CACHE_NBYTES = 64 << 20
 
 
+def page_aligned(nbytes: int) -> Array:
+    """Return a page-aligned array of *nbytes* bytes, zero or not yet touched."""
+    raw = np.zeros(nbytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + nbytes]
+
+
 class Pool:
-    """Hand out page-aligned sets of partitions, walking round memory that no cache holds."""
+    """Page-aligned sets of partitions in memory that exceeds the caches; the sets repeat cyclically."""
 
     def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + 4096, np.uint8)
-        offset = -raw.ctypes.data % 4096
-        self.bytes = raw[offset : offset + nbytes]
+        self.bytes = page_aligned(nbytes)
         self.nbytes = nbytes
         self._cursor = 0
 
     def fill(self, name: str) -> None:
-        """Write ones: no subnormals, no NaN, and every page exists."""
+        """Fill all memory with ones, so that every page exists and no element is subnormal or NaN."""
         self.bytes.view(dtypes.lookup(name).numpy)[:] = 1
 
     def take(self, n_arrays: int, name: str, temperature: str = "cold") -> list[Array]:
@@ -40,12 +45,12 @@ class Pool:
 
 
 def last_level_nbytes() -> int:
-    """Return the size of the last-level cache, a guess where the kernel does not say."""
+    """Return the size of the last-level cache, or a guess if the kernel does not report it."""
     return max(machine_info.caches().values(), default=_UNKNOWN_CACHE_NBYTES)
 
 
 def cold_nbytes(quick: bool) -> int:
-    """Choose six times the last-level cache (quick: three times), at most a quarter of the free memory."""
+    """Return six times the last-level cache (quick: three times), at most a quarter of the free memory."""
     available = psutil.virtual_memory().available
     wanted = max((3 if quick else 6) * last_level_nbytes(), 256 << 20)
     nbytes = min(wanted, available // 4)

@@ -1,4 +1,4 @@
-"""One process of one contestant: joins its peers, then measures what `contestant_group.Group` asks for.
+"""One process of one contestant (a library that is measured): joins its peers, then obeys `contestant_group.Group`.
 
     python -m bpsfast.bench.harness.contestant KIND SOCKET JSON
 
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 #: Kind -> module and class. Imported by the contestant alone: a bench without MPI needs no mpi4py.
 KINDS = {
-    "bpsfast": ("harness.bpsfast_rank", "Ranks"),
+    "bpsfast": ("harness.bpsfast_rank", "BpsfastRank"),
     "gloo": ("harness.peers", "Gloo"),
     "mpi": ("harness.peers", "Mpi"),
     "trainer": ("schedule.trainer", "Trainer"),
@@ -42,7 +42,7 @@ class Operation:
 
 
 class Contestant(Protocol):
-    """What a kind's class offers. `operation` may allocate; what it returns must not."""
+    """The interface of a kind's class. `operation` may allocate memory; the operation that it returns must not."""
 
     rank: int
 
@@ -50,14 +50,53 @@ class Contestant(Protocol):
         """Return the operation called *variant* on *nbytes* bytes per rank."""
 
     def barrier(self) -> None:
-        """Wait until all processes of the contestant are here."""
+        """Wait until all processes of the contestant have called this."""
 
     def close(self) -> None:
         """Leave the peers."""
 
 
+class JobMember:
+    """A rank of a job, from construction until `close`.
+
+    *library* has init, rank, size, barrier and shutdown, as `bpsfast`, `bpsfast.torch` and `horovod.torch` have.
+    """
+
+    def __init__(self, library: Any) -> None:
+        library.init()
+        self._library = library
+        self.rank, self.size = library.rank(), library.size()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._library.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._library.shutdown()
+
+
+class GroupMember:
+    """A rank of torch's default process group, by any *backend*; the rendezvous is in the environment."""
+
+    def __init__(self, backend: str) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(backend)
+        self._dist = dist
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
+
+
 class Timer:
-    """Measures operations of one contestant; keeps them, and checks each one's results once."""
+    """Measures operations of one contestant; keeps each of them, and checks its results once."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._contestant = contestant
@@ -81,7 +120,7 @@ class Timer:
         return {"samples_s": samples_s, "n_wrong": n_wrong}
 
     def prepare(self, variant: str, nbytes: int) -> None:
-        """Make an operation and check its results, the first time that it is named."""
+        """Make an operation and check its results, if that has not been done."""
         if (variant, nbytes) in self._operations:
             return
         operation = self._contestant.operation(variant, nbytes)
@@ -92,7 +131,7 @@ class Timer:
 
 
 def main(arguments: list[str]) -> int:
-    """Be one process of a contestant until the coordinator hangs up."""
+    """Run one process of a contestant until the coordinator closes the connection."""
     kind, path, options = arguments[0], arguments[1], json.loads(arguments[2])
     module, name = KINDS[kind]
     contestant: Any = getattr(importlib.import_module(f"bpsfast.bench.{module}"), name)(**options)

@@ -1,4 +1,4 @@
-"""The coordinator's end of one contestant: starts its processes, asks all of them for the same thing, ends them."""
+"""The coordinator's end of one contestant: starts its processes, gives all of them the same commands, ends them."""
 from __future__ import annotations
 
 import contextlib
@@ -19,13 +19,13 @@ from bpsfast.orchestration.errors import PeerLostError, StallError
 
 START_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 15.0
-#: One step; another one checks the sums at first.
+#: Timeout of one step. The first measurement has one more, which checks the sums.
 _STEP_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """One process to start; `via` runs a command in some place (a network namespace) and becomes it."""
+    """One process to start. `via`: a command that executes another one, in a network namespace for instance."""
 
     argv: Sequence[str]
     environ: Mapping[str, str]
@@ -46,12 +46,7 @@ class Turn:
 class Group:
     """The processes of one contestant, from construction until `close`. Owner thread only.
 
-    Raises
-    ------
-    PeerLostError
-        If one of them ends before it was asked to.
-    StallError
-        If one does not join in time.
+    Raises `PeerLostError` if one of them ends before it is asked to, `StallError` if one does not join in time.
     """
 
     def __init__(self, name: str, starts: Sequence[Start], size: int, folder: Path) -> None:
@@ -88,14 +83,10 @@ class Group:
         return [connection for _, connection in sorted(found.items())]
 
     def ask(self, name: str, *arguments: Any, timeout_s: float = 120.0, only: Iterable[int] | None = None) -> list[Any]:
-        """Let every process (or *only* these ranks) do *name* at once; return the answers by rank.
+        """Call *name* in every process (or *only* these ranks) at once; return the answers by rank.
 
-        Raises
-        ------
-        PeerLostError
-            As soon as one fails, whatever the others wait for; the text is its traceback.
-        StallError
-            If not all have answered within *timeout_s*.
+        Raises `PeerLostError` with a traceback as soon as one process fails, although others may still wait, and
+        `StallError` if not all have answered within *timeout_s*.
         """
         chosen = [self._connections[rank] for rank in (range(self.size) if only is None else only)]
         for connection in chosen:
@@ -130,7 +121,7 @@ class Group:
         self.ask("prepare", variant, nbytes, timeout_s=START_TIMEOUT_S)
 
     def measure(self, variant: str, nbytes: int, n_warmup: int, n: int) -> Turn:
-        """Let all processes do *variant* on *nbytes* bytes *n* times."""
+        """Let all processes run *variant* on *nbytes* bytes *n* times; return the times."""
         before_s = self.cpu_s()
         with CpuMeter() as meter:
             answers = self.ask("measure", variant, nbytes, n_warmup, n, timeout_s=_STEP_TIMEOUT_S * (1 + n_warmup + n))
@@ -143,7 +134,7 @@ class Group:
         return sum(cpu_s_of(pid) for pid in self.pids())
 
     def pids(self) -> list[int]:
-        """Return the processes that live."""
+        """Return the processes that are alive."""
         return [pid for process in self._processes if process.poll() is None for pid in _family(process.pid)]
 
     def _check(self) -> None:

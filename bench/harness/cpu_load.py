@@ -9,9 +9,9 @@ from bpsfast.launch.daemons import tie_to_parent
 
 
 class CpuLoad:
-    """*per_core* processes for each core that this one may use, which never sleep; a context manager that leaves none.
+    """A context manager that runs *per_core* busy processes for each core that this process may use.
 
-    They end with this process, too, however that ends.
+    They also end if this process dies.
     """
 
     def __init__(self, per_core: int) -> None:
@@ -22,7 +22,7 @@ class CpuLoad:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that spin."""
+        """Return the ids of the busy processes."""
         return [process.pid for process in self._popen]
 
     def __enter__(self) -> CpuLoad:

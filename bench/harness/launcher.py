@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -25,17 +24,15 @@ from bpsfast.launch.processes import Command, Kind
 _LOOPBACK = "127.0.0.1"
 #: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.
 _PORTS = {"gloo": 7700, "raw": 7802, "bpsfast": 7803}
+#: Settings of jobs of dozens of processes on two cores: control messages may be late without a process being lost.
+SLOW_CONTROL_PLANE: dict[str, Any] = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 class ContestantLauncher:
-    """Makes groups of one bench and closes them all at its end. A context manager.
+    """Starts the contestants of one benchmark and closes them all at its end. A context manager.
 
-    Parameters
-    ----------
-    n_ranks, n_nodes
-        The job's shape; peers have as many ranks.
-    cluster
-        Machines node0, node1, ...; None: everything on this machine.
+    *n_ranks* and *n_nodes* are the shape of the job; peers have as many ranks. *cluster* has machines node0, node1 and
+    so on; None: everything runs on this machine.
     """
 
     def __init__(self, n_ranks: int, n_nodes: int, cluster: Cluster | None = None) -> None:
@@ -48,7 +45,7 @@ class ContestantLauncher:
     def __enter__(self) -> ContestantLauncher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         for group in self._groups:
             group.close()
         self._folder.cleanup()
@@ -56,20 +53,18 @@ class ContestantLauncher:
     def bpsfast(self, n_helpers: int = 0, more: Mapping[str, Mapping[str, str]] | None = None,
                 trainer: Mapping[str, Any] | None = None, device: str = "",
                 training: Mapping[str, Any] | None = None, **values: Any) -> Group:
-        """Start a job of ours with settings *values*; *more*: variables of the processes on a machine, by its name.
+        """Start a job of bpsfast with settings *values*; *more*: variables of the processes on a machine, by its name.
 
-        *trainer*: its ranks are `schedule.training.trainer.Trainer`s with these options. *device*: they are
-        `device.rank.DeviceRank`s on that one. *training*: they are `training.rank.TrainingRank`s with these options.
-
-        Nothing is encrypted unless *values* ask for it: what it is compared with sends in the clear. `two_nodes` shows
-        what encryption costs.
+        Its ranks are of class `BpsfastRank`, or `schedule.trainer.Trainer` with options *trainer*, `device.DeviceRank`
+        on *device*, or `training.TrainingRank` with options *training*. Nothing is encrypted unless *values* ask for
+        it, as the peers do not encrypt either; `two_nodes` shows the cost of encryption.
         """
         shape = msgspec.structs.replace(self._shape, n_helpers=n_helpers)
         kind = "trainer" if trainer else "training" if training else "device" if device else "bpsfast"
         program, folder = self._program(kind, trainer or training or ({"device": device} if device else {}))
-        if n_helpers:  # a job begins without helpers that are late: sooner than that the group fails
+        if n_helpers:  # a job starts without late helpers; the group's own timeout is shorter
             values["start_timeout_s"] = max(values.get("start_timeout_s", 0.0), 2 * START_TIMEOUT_S)
-        loaded = settings.load({"encryption": "off"} | values, {})  # not the user's: what is measured is written down
+        loaded = settings.load({"encryption": "off"} | values, {})  # without the user's own settings
         with reserve_port(_LOOPBACK) as reserved:
             scheduler = reserved.getsockname()
             if self._cluster is not None:
@@ -112,7 +107,7 @@ class ContestantLauncher:
         return self._start("mpi", [Start(argv, self._environ())], folder)
 
     def raw(self) -> Group:
-        """Start the two ends of a plain exchange: what the network gives."""
+        """Start the two ends of a plain exchange of bytes over sockets, the bound of the network."""
         with reserve_port(_LOOPBACK) as reserved:
             host, port = self._place(1, reserved.getsockname()[1], "raw")
         starts = []

@@ -22,8 +22,8 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 def describe() -> dict[str, Any]:
     """Return CPU, caches (bytes), memory (bytes), kernel and versions; absent packages are left out.
 
-    `handover_ns`: how long a cache line takes now between cores that share a cache by the kernel's word; None: nobody
-    knows. Those of a virtual machine may be near each other in one run and far in the next.
+    `handover_ns`: the present time of a cache line between cores that share a cache according to the kernel, or None if
+    unknown. Cores of a virtual machine may be near each other in one run and far apart in the next.
     """
     handover = caches_check.measure(Host())
     return {
@@ -44,7 +44,7 @@ def describe() -> dict[str, Any]:
 
 
 def caches() -> dict[str, int]:
-    """Return bytes per cache one core sees: {"L1d": ..., "L2": ..., "L3": ...}; {} where the kernel does not say."""
+    """Return the bytes of the caches of a core, {"L1d": ..., "L2": ..., "L3": ...}, or {} if the kernel has none."""
     found: dict[str, int] = {}
     for index in sorted(_CACHES.glob("index*")):
         level, kind, size = (_read(index / name) for name in ("level", "type", "size"))

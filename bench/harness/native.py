@@ -1,4 +1,4 @@
-"""Builds a C reference of the fused sum with the machine's gcc, as a careful C programmer would write it."""
+"""Builds an optimised C reference of the fused sum with the machine's gcc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpsfast.base.process_identity import folder_prefix
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 
-# Intrinsics only where plain C has no word for it (non-temporal stores); no order of additions is changed.
+# Intrinsics only for non-temporal stores, which plain C does not have; the order of additions is unchanged.
 SOURCE = r"""
 #include <stddef.h>
 #include <stdint.h>
@@ -55,7 +55,7 @@ void sum4(float *d, const float *a, const float *b, const float *c, const float 
 
 
 def build_sum4() -> tuple[Callable[..., None] | None, str]:
-    """Compile and load ``sum4(d, a, b, c, e, n)``; (None, why not) where that is impossible."""
+    """Compile and load ``sum4(d, a, b, c, e, n)``; return (None, reason) if that is impossible."""
     gcc = shutil.which("gcc")
     if gcc is None:
         return None, "no gcc on the PATH (apt install gcc): the C reference is left out"

@@ -1,6 +1,6 @@
 """The peers that bpsfast is compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py).
 
-Each size has memory of its own, allocated as a program with a gradient of that size does.
+Each size has separate memory, allocated as in a program with a gradient of that size.
 """
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from bpsfast.bench.harness import pattern
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import GroupMember, Operation
 from bpsfast.bench.post import ping_pong
 
 PIECE_NBYTES = 4 << 20
-#: Operations of each peer; pieces only where there is more than one.
+#: Operations of each peer; pieces are used for more than one piece only.
 VARIANTS = {"gloo": ("gloo",), "mpi": ("mpi", "mpi 4 MB", "mpi 4 MB async")}
 
 
@@ -28,38 +28,24 @@ def missing(name: str) -> str | None:
     return None if shutil.which("mpirun") else "mpi is left out: no mpirun on the PATH (apt install openmpi-bin)"
 
 
-class Gloo:
-    """One rank of a torch.distributed gloo group; the rendezvous is in the environment."""
+class Gloo(GroupMember):
+    """One rank of a torch.distributed gloo group."""
 
     def __init__(self) -> None:
         import torch
-        import torch.distributed as dist
 
-        self._torch, self._dist = torch, dist
-        dist.init_process_group("gloo")
-        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        super().__init__("gloo")
+        self._torch = torch
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Sum in place, whole; or send a message there and back."""
+        """Return an in-place sum, or a round trip of a message."""
         if variant == ping_pong.VARIANT:
             message = self._torch.zeros(nbytes, dtype=self._torch.uint8)
             return ping_pong.operation(self.rank, message.numpy(), lambda to: self._dist.send(message, to),
                                        lambda source: self._dist.recv(message, source))
         tensor = self._torch.zeros(nbytes // 4, dtype=self._torch.float32)
         array = tensor.numpy()
-        return Operation(
-            run=lambda: self._dist.all_reduce(tensor),
-            fill=lambda known: pattern.fill(array, self.rank, known),
-            n_wrong=lambda: pattern.n_wrong(array, self._size),
-        )
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        self._dist.barrier()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()
+        return pattern.operation(lambda: self._dist.all_reduce(tensor), array, self.rank, self.size)
 
 
 class Mpi:
@@ -70,20 +56,16 @@ class Mpi:
 
         self._mpi: Any = MPI
         self._world = MPI.COMM_WORLD
-        self.rank, self._size = self._world.rank, self._world.size
+        self.rank, self.size = self._world.rank, self._world.size
         self._arrays: dict[int, Any] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Sum in place: whole, or in pieces of 4 MB, one after another or all under way at once."""
+        """Return an in-place sum: whole, or in pieces of 4 MB, one after another or all at once."""
         array = self._arrays.setdefault(nbytes, np.zeros(nbytes // 4, np.float32))
         step = array.size if variant == "mpi" else PIECE_NBYTES // 4
         pieces = [array[i : i + step] for i in range(0, array.size, step)]
         run = self._all_at_once if variant == "mpi 4 MB async" else self._one_by_one
-        return Operation(
-            run=lambda: run(pieces),
-            fill=lambda known: pattern.fill(array, self.rank, known),
-            n_wrong=lambda: pattern.n_wrong(array, self._size),
-        )
+        return pattern.operation(lambda: run(pieces), array, self.rank, self.size)
 
     def _one_by_one(self, pieces: list[Any]) -> None:
         for piece in pieces:
@@ -97,4 +79,4 @@ class Mpi:
         self._world.Barrier()
 
     def close(self) -> None:
-        """mpi4py finalizes at exit."""
+        """Do nothing, because mpi4py finalizes at exit."""

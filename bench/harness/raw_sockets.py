@@ -1,7 +1,7 @@
 """The bound of two nodes: each sends and receives the same bytes over plain sockets, and does nothing else.
 
-Colocated summation of M bytes on two nodes moves M bytes each way (half as partials, half as results), so the time
-of this exchange is what a push_pull would take if sums, decisions and waiting cost nothing.
+Colocated summation of M bytes on two nodes moves M bytes in each direction (half partials, half results), so this
+exchange takes as long as a push_pull in which sums, decisions and waiting cost nothing.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bpsfast.bench.harness.contestant import Operation
 _TIMEOUT_S = 60.0
 _CHUNK_NBYTES = 1 << 20
 _SMALL_NBYTES = 128 << 10
-#: Variant -> the connections it uses. Small send buffers stay in the caches: faster where the CPU is the limit.
+#: Variant -> its connections. Small send buffers stay in the caches, which is faster if the CPU is the bottleneck.
 VARIANTS = {"raw 1": slice(0, 1), "raw 2": slice(0, 2), "raw 2 small": slice(2, 4)}
 
 
@@ -36,9 +36,9 @@ class RawSockets:
         self._pool = ThreadPoolExecutor(2 * len(self._sockets))
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Exchange *nbytes* each way over the variant's connections."""
+        """Return an exchange of *nbytes* in each direction over the variant's connections."""
         sockets = self._sockets[VARIANTS[variant]]
-        if nbytes not in self._memory:  # page-aligned and touched, as segments are
+        if nbytes not in self._memory:  # page-aligned and touched, like segments
             self._memory[nbytes] = tuple(memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
             for memory in self._memory[nbytes]:
                 memory[:] = bytes(nbytes)

@@ -1,4 +1,4 @@
-"""Reads result files of benchmarks: JSON Lines behind a manifest, or one JSON document with rows."""
+"""Reads result files of benchmarks: JSON Lines after a manifest, or one JSON document with rows."""
 from __future__ import annotations
 
 import json
@@ -9,15 +9,17 @@ from typing import Any
 
 from bpsfast.orchestration.errors import ConfigError
 
-#: What is written among the chosen values and names no row: how it was measured, and what was calibrated before.
+#: Folder of the results that the pages show.
+RESULTS = Path(__file__).parents[1] / "results"
+#: Chosen values that are not part of a row's name: how it was measured, and calibrated values.
 _BESIDE = ("n_per_round", "n_warmup", "n_windows", "n_void", "rate_bits", "compute_s", "n_machines_counted")
-#: How kernels.json, which is one document, names its rows.
+#: Fields of the rows' names in kernels.json, which is one document.
 _KERNELS = ("case", "dtype", "temperature", "contestant", "nbytes")
 
 
 @dataclass(frozen=True)
 class Series:
-    """Seconds of one row in order, as blocks of *n_per_round* that were measured in one turn."""
+    """Seconds of one row in order, in blocks of `n_per_round` that were measured in one turn."""
 
     samples_s: tuple[float, ...]
     n_per_round: int
@@ -25,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A run: which bench, where, with which options; `series` by what names a row."""
+    """A run: its bench, machine and options; `series` by name of the row."""
 
     path: str
     bench: str
@@ -35,17 +37,16 @@ class ResultFile:
     series: Mapping[str, Series]
 
 
-def read(path: Path) -> ResultFile:
-    """Return the run in *path*.
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the run in *path* (JSON Lines), without its manifest."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
-    Raises
-    ------
-    ConfigError
-        If it is no result file of a bench of ours, or has no raw samples in seconds.
-    """
+
+def read(path: Path) -> ResultFile:
+    """Return the run in *path*; raises `ConfigError` unless it is a result file with raw samples in seconds."""
     try:
         manifest, *records = _documents(path.read_text(encoding="utf-8"))
-    except ValueError as exc:  # no text at all is one, too
+    except ValueError as exc:  # also for a file that is not text
         raise ConfigError(f"{path} is no result file: {exc}; `bpsfast bench NAME --json FILE` writes one") from None
     bench = manifest.get("bench")
     if not isinstance(bench, str):
@@ -58,7 +59,7 @@ def read(path: Path) -> ResultFile:
             raise ConfigError(f"{path}: row {name!r} has a sample of {impossible[0]:g} s: a time is above 0, and a "
                               "ratio to this one says nothing; `bpsfast bench NAME --json FILE` measures anew")
         unique, n = name, 2
-        while unique in series:  # rows that differ in nothing that was chosen: told apart by their order
+        while unique in series:  # rows with equal chosen values are numbered
             unique, n = f"{name} #{n}", n + 1
         series[unique] = found
     if not series:
@@ -68,7 +69,7 @@ def read(path: Path) -> ResultFile:
 
 
 def _documents(text: str) -> list[dict[str, Any]]:
-    """Return the manifest, then the records of either form. Raises `ValueError` for anything else."""
+    """Return the manifest, then the records, of either format; raises `ValueError` for other text."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
@@ -94,12 +95,12 @@ def _series(records: list[dict[str, Any]]) -> Iterator[tuple[str, Series]]:
     for record in records:
         samples, chosen = record.get("measured", {}).get("samples_s"), record.get("chosen", {})
         if isinstance(samples, list) and samples and all(isinstance(each, int | float) for each in samples):
-            n = chosen.get("n_per_round")  # in the ladder's, a list by turn
+            n = chosen.get("n_per_round")  # in the ladder's file, a list with an item for each turn
             yield name_of(record), Series(tuple(map(float, samples)), n if isinstance(n, int) and n > 0 else 1)
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """Return what names a row: its section, and all that was chosen."""
+    """Return the name of a row: its section and all chosen values."""
     chosen = [f"{_value(value)}" if isinstance(value, str) else f"{name}={_value(value)}"
               for name, value in record.get("chosen", {}).items() if name not in _BESIDE and value is not None]
     return ": ".join(part for part in (str(record.get("section", "")), ", ".join(chosen)) if part)

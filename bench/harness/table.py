@@ -1,14 +1,13 @@
-"""Prints tables (nccl-tests' columns and three more, or plain ones), and writes the result file (JSON Lines)."""
+"""Formats tables (nccl-tests' columns and three more, or plain ones), and writes the result file (JSON Lines)."""
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bpsfast.base import output
-from bpsfast.bench.harness import machine_info, samples
+from bpsfast.bench.harness import samples
 from bpsfast.bench.harness.samples import Row
 
 HEADER = (
@@ -45,9 +44,9 @@ def line(row: Row, n_ranks: int, n_servers: int, bound: float | None) -> str:
 
 def block(title: str, rows: Sequence[Row], n_ranks: int, n_servers: int, bounds: dict[int, float],
           has_sums: bool = True) -> str:
-    """Return a whole table of one contestant, with nccl-tests' two lines at the end; *bounds* by size.
+    """Return the table of one contestant, with nccl-tests' two lines at the end; *bounds* by size.
 
-    Without sums, which it is made for then, wrong values are no failure.
+    With ``sums=off`` wrong values are no failure.
     """
     lines = [f"# {title}", HEADER]
     lines += [line(row, n_ranks, n_servers, bounds.get(row.nbytes)) for row in rows]
@@ -65,10 +64,10 @@ def plain(cells: Sequence[Sequence[str]]) -> str:
 
 
 def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[Row] = ()) -> dict[str, Any]:
-    """Return the row for the result file: what was chosen, and what was measured. Bytes and seconds.
+    """Return the row for the result file: chosen and measured values, in bytes and seconds.
 
-    *bounds* are rows of what is possible, named in `bounds`; `bound_s` is the best of them, turn by turn (None: cores
-    were moved).
+    *bounds* are the rows that bound it, named in `bounds`; `bound_s` is the best of them in each turn (None: cores were
+    moved).
     """
     best_s = samples.bound_s(row, bounds)
     bound = row.nbytes / best_s if best_s else None
@@ -83,18 +82,6 @@ def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
                      **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},
     }
-
-
-def finish(bench: str, given: Mapping[str, Any], begin_unix_s: float,
-           records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return *records* behind the manifest of a run that ends now, and write them where option json_path says."""
-    options = {name: str(value) for name, value in given.items() if name != "json_path"}
-    manifest = {"bench": bench, "format": 1, "options": options, "machine": machine_info.describe(),
-                "begin_unix_s": begin_unix_s, "end_unix_s": time.time()}
-    whole = [manifest, *records]
-    if "json_path" in given:
-        write(Path(given["json_path"]), whole)
-    return whole
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> None:

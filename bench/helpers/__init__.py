@@ -1,11 +1,13 @@
-"""bpsfast bench helpers: a training that loses half of its helpers and gets new ones, beside one that keeps its own.
+"""``bpsfast bench helpers``: compares a training that loses and replaces half of its helpers with an undisturbed one.
 
-Both make the same steps on the same machine, one training after the other. The parameters have to be the same to the
-bit, and no step may be longer than two others and the time in which a loss is noticed.
+Both make the same steps on the same machine, one training after the other. Their parameters must be the same, bit for
+bit, and no step may take longer than two median steps and the time in which a loss is noticed.
 """
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -14,56 +16,50 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.base.process_identity import folder_prefix
-from bpsfast.bench.harness.table import finish, plain
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.table import plain
 from bpsfast.orchestration.errors import StallError
 
 from ..chaos.processes import Processes
 
 _RANKS = (1, 1, 1)
 _N_HELPERS = 4
-#: Those that are lost at a quarter of the steps, and started again, as others, at half of them.
+#: Helpers that are killed at a quarter of the steps; others are started in their place at half of them.
 _STRUCK = ("helper 2", "helper 3")
-#: In which the death of a process is to be noticed.
+#: The death of a process must be noticed within this time.
 _DETECTED_S = 0.1
 _END_S = 300.0
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one training was like: the ends of rank 0's steps, what all ranks said at their end, when what was done."""
+    """One training: when rank 0's steps ended, what all ranks reported at their end, and when helpers changed."""
 
     at_s: list[float]
     ends: list[dict[str, Any]]
     lost_at_s: float = 0.0
     started_at_s: float = 0.0
 
-    @property
-    def steps_s(self) -> list[float]:
-        """The durations of steps, but for the first ones, in which memory is made."""
-        return [after - before for before, after in zip(self.at_s[4:], self.at_s[5:])]
-
-    def longest_s(self, begin_s: float, end_s: float) -> float:
-        """Return the duration of the longest step that ended between two times."""
-        return max((after - before for before, after in zip(self.at_s[4:], self.at_s[5:])
-                    if begin_s <= after <= end_s), default=0.0)
+    def steps_s(self, begin_s: float = 0.0, end_s: float = math.inf) -> list[float]:
+        """Return the durations of steps that ended between two times, without the first ones, which allocate memory."""
+        return [after - before for before, after in itertools.pairwise(self.at_s[4:]) if begin_s <= after <= end_s]
 
 
 def run(options: dict[str, Any]) -> bool:
     """Run both for *options* (steps, size_mb, placement, json_path); return whether bits and pauses are right."""
-    begin_unix_s = time.time()
+    given = BenchRun("helpers", options)
     disturbed = train(options, is_disturbed=True)
     calm = train({**options, "steps": len(disturbed.at_s)}, is_disturbed=False)
     rows, troubles = judge(calm, disturbed)
     print(plain([["", "median step, ms", "longest step, ms"], *rows]))
     for trouble in troubles:
         print(trouble)
-    finish("helpers", {name: value for name, value in options.items() if value is not None}, begin_unix_s,
-           [{"troubles": troubles}, asdict(calm), asdict(disturbed)])
+    given.finish([{"troubles": troubles}, asdict(calm), asdict(disturbed)])
     return not troubles
 
 
 def train(options: dict[str, Any], is_disturbed: bool) -> Training:
-    """Run one training; if it is to be disturbed, its helpers are 4, then 2, then 4, and it goes on until then."""
+    """Run one training; a disturbed one has 4, then 2, then 4 helpers, and does not end before that."""
     n_steps, times = options["steps"], [0.0, 0.0]
     values = {"transport": "tcp", "placement": options["placement"], "timeout_s": 60, "start_timeout_s": 240}
     with tempfile.TemporaryDirectory(prefix=folder_prefix("helpers")) as folder, Processes(
@@ -95,13 +91,12 @@ def judge(calm: Training, disturbed: Training) -> tuple[list[list[str]], list[st
               ("two are lost", disturbed, disturbed.lost_at_s, disturbed.started_at_s),
               ("two others come", disturbed, disturbed.started_at_s, end_s)]
     rows, troubles = [], []
-    median_s = statistics.median(calm.steps_s)
+    median_s = statistics.median(calm.steps_s())
     allowed_s = 2 * median_s + _DETECTED_S
     for name, training, begin_s, until_s in phases:
-        steps = [after - before for before, after in zip(training.at_s[4:], training.at_s[5:])
-                 if begin_s <= after <= until_s]
-        longest_s = training.longest_s(begin_s, until_s)
-        rows.append([name, f"{1e3 * statistics.median(steps):.1f}", f"{1e3 * longest_s:.1f}"])
+        steps_s = training.steps_s(begin_s, until_s)
+        longest_s = max(steps_s, default=0.0)
+        rows.append([name, f"{1e3 * statistics.median(steps_s):.1f}", f"{1e3 * longest_s:.1f}"])
         if training is disturbed and longest_s > allowed_s:
             troubles.append(f"{name}: a step took {longest_s:.3f} s; one of {median_s:.3f} s, another for the pause "
                             f"and {_DETECTED_S:g} s to notice are allowed: {allowed_s:.3f} s")
@@ -115,7 +110,7 @@ def judge(calm: Training, disturbed: Training) -> tuple[list[list[str]], list[st
 
 
 def _until(processes: Processes, n_steps: int) -> None:
-    """Wait until rank 0 has made so many steps."""
+    """Wait until rank 0 has made *n_steps*."""
     deadline = time.monotonic() + _END_S
     path = processes.path(0)
     while not path.exists() or path.read_text().count("\n") < n_steps:

@@ -1,11 +1,11 @@
 """``bpsfast bench neighbour``: how much a helper on spare cores slows down the machine's own job.
 
-That job is one process a core which computes, streams through memory and waits (`victim`). Beside it runs a job of ours
-whose helper owns all keys. Windows in which steps go through the helper take turns with windows in which nothing does;
-what counts is the other job's time for a step. Two contestants: `quota`, a helper with a core, a rate and niceness, and
-`free`, the same without any of it. The two nodes that push and their ranks run on this machine, too, beside a
-quota-bound helper as nicely as that; so what is measured is more than what the helper alone does. A pair of windows in
-which programs of others took CPU time is void.
+That job has one process for each core, which computes, streams through memory and waits (`victim`). At the same time
+runs a job of ours whose helper owns all keys. Windows with steps through the helper alternate with idle windows; the
+result is the victim's step time. There are two contestants: `quota`, a helper limited to a core, a rate and a niceness,
+and `free`, a helper without limits. The two pushing nodes and their ranks run on this machine, too (with the same
+niceness for `quota`), so the measured slowdown is larger than the helper's alone. A pair of windows is discarded if
+other programs took CPU time.
 """
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from typing import Any
 import psutil
 
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
-from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.launcher import SLOW_CONTROL_PLANE, ContestantLauncher
+from bpsfast.bench.harness.option_lists import parse_numbers
 from bpsfast.launch.daemons import tie_to_parent
 from bpsfast.launch.namespaces import CpuMeter
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import PeerLostError, StallError
 
-#: What the issue of quotas promises.
+#: Promised limits of the slowdown with a quota.
 MOST_CHANGE = 0.05
 CONTESTANTS = ("quota", "free")
-_STEP_S = 0.1  # of the quota-bound job
+_STEP_S = 0.1  # of the job with the quota
 _START_S = 60.0
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "helper_lease_s": 0, "start_timeout_s": 120.0, "log_level": "ERROR"}
-#: So much of a window is asked for at once: asking takes time as well.
+_SETTINGS = {**SLOW_CONTROL_PLANE, "lease_s": 60.0, "start_timeout_s": 120.0, "log_level": "ERROR"}
+#: Part of a window that is requested at once, because a request takes time.
 _BATCH_SHARE = 0.2
-#: A window is void in which others have taken more of all CPUs.
+#: A window is discarded if other programs took more than this share of all CPUs.
 _MOST_OTHERS = 0.03
 
 Step = tuple[float, float]
@@ -45,9 +47,9 @@ Step = tuple[float, float]
 
 @dataclass
 class Window:
-    """A stretch of time: nothing goes through the helper, or steps of ours do. Seconds of the monotonic clock.
+    """An interval, in seconds of the monotonic clock, in which the helper was idle or served our steps.
 
-    `others`: share of all CPUs that programs had which are not of this bench, and that the hypervisor took away.
+    `others`: share of all CPUs that programs outside this bench and the hypervisor took.
     """
 
     begin_s: float
@@ -58,14 +60,14 @@ class Window:
     others: float = 0.0
 
     def take(self, steps: Sequence[Step]) -> None:
-        """Keep the durations of those of *steps* that lie in the window."""
+        """Keep the durations of the *steps* that lie in the window."""
         self.samples_s += [took_s for begin_s, took_s in steps
                            if begin_s >= self.begin_s and begin_s + took_s <= self.end_s]
 
 
 @dataclass
 class Measured:
-    """One contestant beside a job of *load*: windows in turns, first one that is idle."""
+    """One contestant with a victim of *load*: alternating windows, an idle one first."""
 
     name: str
     load: float
@@ -75,7 +77,7 @@ class Measured:
     n_void: int = 0
 
     def add(self, idle: Window, serving: Window) -> None:
-        """Keep a pair of windows, if nobody has disturbed it."""
+        """Keep a pair of windows unless other programs disturbed it."""
         if max(idle.others, serving.others) > _MOST_OTHERS:
             self.n_void += 1
         else:
@@ -83,12 +85,12 @@ class Measured:
             self.serving.append(serving)
 
     def change(self, percent: float) -> float:
-        """Return how much longer than while idle the other job's steps take while serving, at this percentile."""
+        """Return by how much longer the victim's steps are while the helper serves, at percentile *percent*."""
         return _percentile(self.serving, percent) / _percentile(self.idle, percent) - 1.0
 
     @property
     def served_gbps(self) -> float:
-        """Gbit/s of gradients that the helper took in, and sent out: those of both nodes that push."""
+        """Gbit/s of gradients that the helper received, and sent, for both pushing nodes."""
         took_s = sum(window.end_s - window.begin_s for window in self.serving)
         return 2 * self.nbytes * sum(window.n_steps for window in self.serving) * 8 / took_s / 1e9
 
@@ -96,33 +98,22 @@ class Measured:
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows of each kind, window_s; at_most_s for one
-        load; json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    StallError
-        If the machine is not left alone for long enough.
+    *options*, each of which may be missing or None: cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows
+    of each kind, window_s; at_most_s for one load; json_path, quick. Raises `ConfigError` if one makes no sense,
+    `StallError` if other programs do not leave the machine alone for long enough.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("neighbour", options)
     cores, gbps = given.get("cores") or 1, given.get("nic_rate") or 0.2
-    loads = _loads(given.get("loads") or "0.5,1")
-    n_windows, window_s = given.get("n_windows") or (2 if quick else 20), given.get("window_s") or 1.0
-    start = time.time()
+    loads = parse_numbers("--loads", given.get("loads") or "0.5,1", 1.0, "shares above 0 and up to 1, such as 0.5,1")
+    n_windows, window_s = given.get("n_windows") or (2 if given.quick else 20), given.get("window_s") or 1.0
     at_most_s = given.get("at_most_s") or 600.0
     found = [each for load in loads for each in _beside(load, cores, gbps, n_windows, window_s, at_most_s)]
     print(report(found), flush=True)
-    return table.finish("neighbour", given, start, [_record(each, cores, gbps) for each in found])
+    return given.finish([_record(each, cores, gbps) for each in found])
 
 
 def report(found: Sequence[Measured]) -> str:
-    """Return the table, and whether the quota was worth its name."""
+    """Return the table, and whether the quota kept its limits."""
     rows = [["load", "helper", "serves Gbit/s", "idle ms", "serving ms", "median", "p95", "CPU busy",
              "windows", "void"]]
     for each in found:
@@ -138,29 +129,19 @@ def report(found: Sequence[Measured]) -> str:
                       f"# a quota-bound helper changes its median step by {words} {MOST_CHANGE:.0%}"])
 
 
-def _loads(text: str) -> list[float]:
-    try:
-        loads = [float(word) for word in text.split(",")]
-    except ValueError:
-        loads = []
-    if not loads or not all(0 < load <= 1 for load in loads):
-        raise ConfigError(f"--loads {text!r}: expected shares above 0 and up to 1, such as 0.5,1")
-    return loads
-
-
 def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: float,
             at_most_s: float) -> list[Measured]:
-    """Measure all contestants beside one other job of *load*."""
+    """Measure all contestants with one victim of *load*."""
     nbytes = max(1 << 16, int(gbps * 1e9 / 8 * _STEP_S / 2)) // 4096 * 4096
     nice = {"BPSFAST_NICE": "1"}
     quota = {"node0": nice, "node1": nice, "helper0": nice | {
         "BPSFAST_CORES": str(cores), "BPSFAST_NIC_LIMIT": str(gbps), "BPSFAST_SUM_RATE": str(gbps)}}
     with ContestantLauncher(2, 2) as launcher, ExitStack() as stack:
         groups = {name: launcher.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
-                                     partition_bytes=256 << 10, **_PATIENT)
+                                     partition_bytes=256 << 10, **_SETTINGS)
                   for name, more in zip(CONTESTANTS, (quota, {}))}
         for group in groups.values():
-            group.measure("numpy", nbytes, 0, 1)  # it checks its sums once
+            group.measure("numpy", nbytes, 0, 1)  # checks its sums once
         groups["quota"].ask("yield_to_all")
         victims = [stack.enter_context(_Victim(load)) for _ in os.sched_getaffinity(0)]
         for victim in victims:
@@ -187,7 +168,7 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
 
 
 def _window(group: Group | None, nbytes: int, window_s: float, own: Set[int]) -> Window:
-    """Let *group* step for *window_s*, or nobody. *own* are the processes of this bench."""
+    """Let *group*, if any, make steps for *window_s*. *own* are the processes of this bench."""
     n_steps, batch = 0, 1
     before, stolen = _others_s(own), _stolen_s()
     with CpuMeter() as meter:
@@ -205,17 +186,17 @@ def _window(group: Group | None, nbytes: int, window_s: float, own: Set[int]) ->
 
 
 def _others_s(own: Set[int]) -> dict[int, float]:
-    """Return the CPU seconds of every process that is none of *own*."""
+    """Return the CPU seconds of every process that is not in *own*."""
     return {pid: cpu_s_of(pid) for pid in psutil.pids() if pid not in own}
 
 
 def _stolen_s() -> float:
-    """Return the seconds that a hypervisor has taken from all CPUs."""
+    """Return the seconds that the hypervisor has taken from all CPUs."""
     return float(psutil.cpu_times().steal)
 
 
 class _Victim:
-    """The process of `victim`. A context manager; `steps` ends it."""
+    """The process of `victim`, a context manager; `steps` ends the process."""
 
     def __init__(self, load: float) -> None:
         argv = tie_to_parent([sys.executable, "-m", "bpsfast.bench.neighbour.victim", str(load)])
@@ -232,13 +213,13 @@ class _Victim:
         self._process.communicate()
 
     def await_ready(self) -> None:
-        """Return once it steps at its pace."""
+        """Wait until its steps have their normal pace."""
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise PeerLostError(f"the other job (pid {self._process.pid}) ended before its first steps; see its output")
 
     def steps(self) -> list[Step]:
-        """Let it end; return its steps."""
+        """End the process; return its steps."""
         out, _ = self._process.communicate(timeout=_START_S)
         return [(begin_s, took_s) for begin_s, took_s in json.loads(out)]
 

@@ -1,9 +1,9 @@
-"""One process of an unrelated job: computes, streams through memory, waits as for a GPU, again and again.
+"""One process of an unrelated job: computes, streams through memory, waits as for a GPU, and repeats.
 
     python -m bpsfast.bench.neighbour.victim LOAD
 
-LOAD is the share of the time in which it wants its core. Says "ready" once it runs at its pace; when its standard input
-ends, it writes all its steps as JSON: [begin in seconds of the monotonic clock, duration in seconds] each.
+LOAD is the share of the time in which it needs its core. It prints "ready" once its pace is normal; when its standard
+input ends, it prints all its steps as JSON: [begin in seconds of the monotonic clock, duration in seconds] each.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _N_WARMUP = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Step until standard input ends."""
+    """Make steps until standard input ends."""
     load = float(arguments[0])
     left, right = (np.random.default_rng(seed).random((_SIDE, _SIDE), np.float32) for seed in (1, 2))
     product = np.empty_like(left)

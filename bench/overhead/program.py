@@ -1,7 +1,7 @@
-"""A rank that times its own backward passes: N_TENSORS tensors with gradients, with the optimizer's hooks and without.
+"""A rank that times its backward passes over tensors with gradients, with the optimizer's hooks and without.
 
 Run by path (`bpsfast run -n 2 -- python program.py JSON`), so that other versions of bpsfast can run it: it uses
-nothing but their public names. Rank 0 prints one JSON line.
+only their public names. Rank 0 prints one line for `harness.job_output`.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAIN = threading.get_ident()
 
 
 def main() -> None:
-    """Measure as the JSON object in the first argument says: n_tensors, n_elements, n_steps, counts (bool)."""
+    """Measure with the JSON object in the first argument: n_tensors, n_elements, n_steps, counts (bool)."""
     options = json.loads(sys.argv[1])
     if options["counts"]:
         lock, rlock = threading.Lock, threading.RLock
@@ -89,7 +89,8 @@ def main() -> None:
         if step >= 5:
             samples_s.append((with_s - without_s) / n_tensors)
     if bps.rank() == 0:
-        print(json.dumps({"samples_s": samples_s, "calls": n_calls / n_tensors, "locks": n_locks / n_tensors}))
+        found = {"rank": 0, "samples_s": samples_s, "calls": n_calls / n_tensors, "locks": n_locks / n_tensors}
+        print(f"bpsfast bench: {json.dumps(found)}", flush=True)
     bps.shutdown()
 
 

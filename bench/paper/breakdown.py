@@ -1,17 +1,17 @@
 """``make breakdown``: the gain of each part of the design, on real packets and simulated on 256 GPUs.
 
-From all-reduces in the order of arrival to all that there is: the optimal split of sums over machines, priority and
-credit, no barrier between steps, and (simulated only: machines here have no GPUs) the way inside a machine. Real
-packets are `bench schedule`'s rows of four workers and two helpers, each a network namespace; the 256 GPUs are
-`simulator.breakdown`'s. Beside each bar is how far it is from linear scaling: of a step's time, what is not computing.
+The first bar has all-reduces in the order of arrival; each further bar adds a part: the optimal split of sums over
+machines, priority and credit, no barrier between steps, and (simulated only, since machines here have no GPUs) the
+strategy inside a machine. Real packets are `bench schedule`'s rows of four workers and two helpers, each a network
+namespace; `simulated_breakdown` has the 256 GPUs. Each bar also shows how far it is from linear scaling: the part of a
+step's time that is not computing.
 
-Writes ``breakdown.jsonl`` (raw samples and machine, then the simulated bars), ``breakdown.md`` and, where matplotlib
-is installed, ``breakdown.png``. Needs root, torch and a run of ``make expr3``, which has the constants of the wire.
+Writes ``breakdown.jsonl`` (raw samples and machine, then the simulated bars), ``breakdown.md`` and, if matplotlib is
+installed, ``breakdown.png``. Needs root, torch and a run of ``make expr3``, which calibrates the network's constants.
 """
 from __future__ import annotations
 
-import json
-import time
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from typing import Any
 import click
 
 from bpsfast.base import exit_codes
-from bpsfast.bench import schedule
-from bpsfast.bench.harness import plots, table
+from bpsfast.bench import cli_options, schedule
+from bpsfast.bench.harness import plots, result_file
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.result_file import RESULTS
 from bpsfast.bench.paper import osdi20, simulated_breakdown as simulated
 from bpsfast.bench.paper.expr2 import constants
 from bpsfast.orchestration.errors import ConfigError
 
-RESULTS = Path(__file__).parents[1] / "results"
-#: Part of the design -> the row of `bench schedule` that has it and all parts before it.
+#: Part of the design -> row of `bench schedule` with this part and all before it.
 WAYS = dict(zip((part.name for part in simulated.PARTS),
                 ("DDP gloo", "fifo, no credit", "priority", "priority, crossing")))
 _Record = Mapping[str, Any]
@@ -37,31 +38,26 @@ _Record = Mapping[str, Any]
 @click.option("--model", default="vgg16/32", show_default=True, metavar="NAME/N",
               help="What is trained on real packets; tensors N times smaller.")
 @click.option("--redraw", is_flag=True, help="Measure and simulate nothing: tables and plot of the last run's records.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the results.")
+@cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(rounds: int, model: str, redraw: bool, out: Path) -> None:
-    """Measure and simulate all bars, a quarter of an hour; then write tables and plot."""
+    """Measure and simulate all bars, in about 15 minutes; then write tables and plot."""
     kept = out / "breakdown.jsonl"
     if redraw:
         if not kept.exists():
             raise ConfigError(f"{kept} is missing, which --redraw reads: run make breakdown first")
-        records = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()][1:]
+        records = result_file.records(kept)
     else:
         wire = constants(RESULTS / "expr3.json")
         out.mkdir(parents=True, exist_ok=True)
-        began = time.time()
+        given = BenchRun("breakdown", {"n_rounds": rounds, "model": model, "json_path": str(kept)})
         measured = schedule.run({"ways": "|".join(WAYS.values()), "model": model, "n_rounds": rounds})
         click.echo("simulating 256 GPUs: some two minutes")
         records = [*on_packets(measured[1:]), *on_gpus(simulated.bars(wire))]
-        table.finish("breakdown", {"n_rounds": rounds, "model": model, "json_path": str(kept)}, began, records)
+        given.finish(records)
     (out / "breakdown.md").write_text(text(records), encoding="utf-8")
     click.echo(text(records))
-    lacking = plots.missing()
-    if lacking is not None:
-        click.echo(lacking, err=True)
-    else:
-        plot(records, out / "breakdown.png")
+    plots.draw_if_possible(functools.partial(plot, records), out / "breakdown.png")
 
 
 def on_packets(records: Sequence[_Record]) -> list[dict[str, Any]]:
@@ -87,7 +83,7 @@ def on_gpus(bars: Sequence[simulated.Bar]) -> list[dict[str, Any]]:
 
 def text(records: Sequence[_Record]) -> str:
     """Return all bars as Markdown."""
-    packets = [record for record in records if record["section"] == "packets"]
+    packets, gpus = _sections(records)
     chosen, alone_s = packets[0]["chosen"], packets[0]["measured"]["alone_s"]
     rate_bits, first_s = packets[0]["measured"]["rate_bytes"] * 8, packets[0]["measured"]["median_s"]
     lines = ["# What each part is worth", "",
@@ -106,7 +102,6 @@ def text(records: Sequence[_Record]) -> str:
         lines.append(f"| {record['chosen']['part']} | {measured['median_s']:.2f}{notes} | "
                      f"{record['simulated']['step_s']:.2f} | {first_s / measured['median_s']:.2f} | "
                      f"{_percents(measured['efficiency'])} |")
-    gpus = [record for record in records if record["section"] == "simulated"]
     parts = list(dict.fromkeys(record["chosen"]["part"] for record in gpus))
     lines += ["", f"## Simulated: {gpus[0]['chosen']['n_gpus']} GPUs", "",
               f"{gpus[0]['chosen']['n_workers']} machines as BytePS's authors had them (8 V100 with NVLink, a card of "
@@ -122,14 +117,19 @@ def text(records: Sequence[_Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _sections(records: Sequence[_Record]) -> tuple[list[_Record], list[_Record]]:
+    """Return the records of real packets, and the simulated ones."""
+    packets, gpus = ([record for record in records if record["section"] == name] for name in ("packets", "simulated"))
+    return packets, gpus
+
+
 def _percents(efficiency: float, form: str = "{} | {}") -> str:
     return form.format(f"{100 * efficiency:.1f} %", f"{100 * (1 - efficiency):.1f} %")
 
 
 def plot(records: Sequence[_Record], path: Path) -> None:
-    """Draw the bars: real packets on the left, with every sample; on the right the models on 256 GPUs."""
-    packets = [record for record in records if record["section"] == "packets"]
-    gpus = [record for record in records if record["section"] == "simulated"]
+    """Draw the bars: real packets with all samples on the left, the models on 256 GPUs on the right."""
+    packets, gpus = _sections(records)
     with plots.figure(7.5, 4.2, 2) as (made, (left, right)):
         at = [float(x) for x in range(len(packets))]
         left.bar([x - 0.2 for x in at], [record["measured"]["efficiency"] for record in packets], 0.4, label="measured")

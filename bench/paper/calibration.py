@@ -1,7 +1,8 @@
-"""Fits the numbers that the paper does not print, each to the smallest set of its measurements.
+"""Fits the numbers that the paper does not print, each to as few of its measurements as possible.
 
-Three of the wire from figure 12 alone; then one overhead for each framework from figures 15 and 16 at 256 GPUs. Nothing
-is fitted to a single cell, nor to figure 13, smaller scales, or other claims: those are predictions. Deterministic.
+Three constants of the network come from figure 12 alone, then one overhead for each framework from figures 15 and 16 at
+256 GPUs. Nothing is fitted to a single cell, to figure 13, to smaller scales or to other claims: those are predictions.
+The result is deterministic.
 """
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from bpsfast.tools.simulator.workload import one_bulk
 from . import osdi20
 from .figures import BULK_NBYTES, OVERHEADS, Constants, Row, run, workload_of
 
-#: A search halves its interval until it is this part of where it began.
+#: A search ends when its interval is this fraction of the first one.
 _TOLERANCE = 1 / 256
 
 
 class Fit(NamedTuple):
-    """One calibrated number: what it is, its value, to what it was fitted, the mean error that is left there."""
+    """One calibrated number: its name and value, the data it was fitted to, and the mean error there."""
 
     name: str
     value: float
@@ -30,9 +31,9 @@ class Fit(NamedTuple):
 
 
 def least(loss: Callable[[float], float], low: float, high: float) -> float:
-    """Return about where *loss* is least in [low, high]: a coarse grid, then a finer one around its best, and so on.
+    """Return the approximate minimum of *loss* in [low, high], by ever finer grids around the best point so far.
 
-    A grid, not a bisection: losses made of simulations have small local minima.
+    It uses grids, not bisection, because losses of simulations have small local minima.
     """
     loss = functools.cache(loss)
     width = high - low
@@ -44,7 +45,7 @@ def least(loss: Callable[[float], float], low: float, high: float) -> float:
 
 
 def calibrate() -> tuple[Constants, list[Fit]]:
-    """Return the constants and how well each describes what it was fitted to."""
+    """Return the constants, and how well each describes the data it was fitted to."""
     constants, fits = Constants(), []
     job = one_bulk(BULK_NBYTES)
     for field, system, low, high, unit in (
@@ -77,9 +78,9 @@ def _with(constants: Constants, field: str, value: float) -> Constants:
 
 
 def _framework(framework: str, constants: Constants) -> tuple[float, float, int]:
-    """Return the overhead of *framework*, the mean error it leaves, and over how many cells.
+    """Return the overhead of *framework*, the mean error with it, and the number of cells.
 
-    An overhead is time after a step's last sum: it is added to simulated steps, which need not be run again.
+    An overhead is time after a step's last sum, so it is added to simulated steps without simulating them again.
     """
     cells = []
     n = osdi20.SCALES[-1]
@@ -89,7 +90,7 @@ def _framework(framework: str, constants: Constants) -> tuple[float, float, int]
         model = workload_of(job.model)
         for system, measured in job.efficiency.items():
             if framework != "PyTorch" and system != "PS":
-                continue  # its overhead is nowhere else
+                continue  # no other figure has its overhead
             found = run(system.split()[0], model, n, n if system in ("PS", "BytePS k=n") else 0, constants,
                         cross_barrier=framework == "MXNet")
             times = n if system == "PS" else model.nbytes

@@ -1,4 +1,4 @@
-"""The authors' other claims, which nobody measured: BERT-large, 20 Gbit/s TCP, links from 10 to 400 Gbit/s."""
+"""Other claims of the authors, simulated: BERT-large, TCP at 20 Gbit/s, links from 10 to 400 Gbit/s."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from bpsfast.tools.simulator.workload import MODELS, Workload, build
 from . import osdi20
 from .figures import Constants, Row, run, workload_of
 
-#: Milliseconds of a step on one V100 at batch 32, and the backward share of it (the authors' slides).
+#: Milliseconds of a step on one V100 at batch 32, and the share of backward (the authors' slides).
 _SLIDES = {"resnet50": (96.0, 64 / 96), "vgg16": (149.0, 100 / 149)}
-#: Machines of the TCP claim, which does not say; as many helpers.
+#: Machines, and helpers, for the TCP claim, which does not state them.
 TCP_MACHINES = 4
 SWEEP_GBITS = (10, 20, 25, 40, 50, 100, 200, 400)
 SWEEP_MODELS = MODELS
 
 
 def bert_large(constants: Constants) -> list[Row]:
-    """Return BERT-large's speed for each GPU on 32 and 256 GPUs against all-reduce on 32."""
+    """Return BERT-large's speed per GPU on 32 and 256 GPUs, relative to all-reduce on 32."""
     model = workload_of("bert-large")
     usual = run("all-reduce", model, 4, 0, constants, framework="MXNet", cross_barrier=True).step_s
     rows = []
@@ -32,7 +32,7 @@ def bert_large(constants: Constants) -> list[Row]:
 
 
 def tcp_gains(constants: Constants) -> list[Row]:
-    """Return the speed over all-reduce at 20 Gbit/s, batch 64."""
+    """Return the speed relative to all-reduce at 20 Gbit/s, batch 64."""
     rows = []
     for name, value in osdi20.TCP_GAINS.items():
         compute_ms, backward_share = _SLIDES[name]
@@ -45,7 +45,7 @@ def tcp_gains(constants: Constants) -> list[Row]:
 
 
 class Point(NamedTuple):
-    """One point of the sweep: efficiency of three systems at one rate of the cards."""
+    """One point of the sweep: the efficiency of three systems at one rate of the network cards."""
 
     model: str
     gbits: float
@@ -55,7 +55,7 @@ class Point(NamedTuple):
 
 
 def sweep(constants: Constants, models: Sequence[str] = SWEEP_MODELS, n: int = 8) -> list[Point]:
-    """Return efficiencies on *n* machines of 8 V100 by the rate of their cards, 90 % of which is goodput."""
+    """Return efficiencies on *n* machines of 8 V100 for each rate of the cards, of which 90 % is goodput."""
     points = []
     for model in models:
         job = next(job for job in osdi20.JOBS if job.model == model)
@@ -69,7 +69,7 @@ def sweep(constants: Constants, models: Sequence[str] = SWEEP_MODELS, n: int = 8
 
 
 class Size(NamedTuple):
-    """One size of cluster: efficiencies, and the events that finding them took."""
+    """One size of cluster: efficiencies, and the number of simulated events."""
 
     machines: int
     all_reduce: float
@@ -79,7 +79,7 @@ class Size(NamedTuple):
 
 
 def scale(constants: Constants, job: Workload, sizes: Sequence[int] = (32, 128, 512, 1024, 4096)) -> list[Size]:
-    """Return *job* on ever more machines, and as many helpers or none: folded, so 4,096 cost no more than 32."""
+    """Return *job* on more and more machines, with as many helpers or none; folded, so 4,096 take as long as 32."""
     found = []
     for n in sizes:
         ring = run("all-reduce", job, n, 0, constants)

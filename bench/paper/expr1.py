@@ -1,13 +1,13 @@
-"""``make expr1``: steps on real packets beside the formulas, and beside what BytePS's authors reached of theirs.
+"""``make expr1``: steps on real packets compared with the formulas, and with the share that BytePS's authors reached.
 
-Runs `bench optimum` piece by piece and writes ``optimum_*.jsonl`` (raw samples and machine), then, from all of them,
-``expr1.md`` (tables) and, where matplotlib is installed, ``expr1.png``. Needs root: machines are network namespaces.
+Runs the parts of `bench optimum` and writes ``optimum_*.jsonl`` (raw samples and machine), then from all of them
+``expr1.md`` (tables) and, if matplotlib is installed, ``expr1.png``. Needs root: machines are network namespaces.
 
 Source: BytePS (OSDI'20) figure 12: communication alone, 8 machines, k = 0..8 helpers.
 """
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import click
 
 from bpsfast.base import exit_codes
 from bpsfast.base.settings import Settings
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots, result_file
 from bpsfast.bench.paper import optimum, osdi20
 from bpsfast.bench.paper.optimum.cells import Cell
 from bpsfast.launch.namespaces import netns
@@ -26,14 +28,13 @@ from bpsfast.tools.simulator.network import Costs, cluster
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, workload
 
-RESULTS = Path(__file__).parents[1] / "results"
-#: File name -> what `bench optimum` is asked for.
+#: File name -> options of `bench optimum`.
 PIECES: dict[str, dict[str, str]] = {
     "2": {"sets": "equal", "workers": "2"}, "4": {"sets": "equal", "workers": "4"},
     "8": {"sets": "equal", "workers": "8"}, "full": {"sets": "full", "workers": "2,4,8"},
     "unequal": {"sets": "unequal"}, "models": {"sets": "models"},
 }
-#: Contestant -> how `bpsfast plan` calls it.
+#: Contestant -> its name in `bpsfast plan`.
 _LAYOUTS = {"optimal": "optimal", "ps": "ps", "colocated": "colocated", "gloo": "ring"}
 _NAMES = {"optimal": "ours", "ps": "naive PS", "colocated": "colocated", "gloo": "gloo's ring"}
 
@@ -41,32 +42,21 @@ _NAMES = {"optimal": "ours", "ps": "naive PS", "colocated": "colocated", "gloo":
 @click.command()
 @click.option("--only", type=click.Choice(sorted(PIECES)), multiple=True, help="Measure these pieces only.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each contestant.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the results.")
+@cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(only: tuple[str, ...], rounds: int, out: Path) -> None:
-    """Measure all pieces, an hour and a half; then write tables and plot of all results there are."""
+    """Measure all parts, in 90 minutes; then write tables and plot of all results."""
     out.mkdir(parents=True, exist_ok=True)
     for name in only or PIECES:
         optimum.run({**PIECES[name], "n_rounds": rounds, "json_path": str(_file(out, name))})
-    found = {name: read(_file(out, name)) for name in PIECES if _file(out, name).exists()}
+    found = {name: result_file.records(_file(out, name)) for name in PIECES if _file(out, name).exists()}
     (out / "expr1.md").write_text(tables(found), encoding="utf-8")
     click.echo(str(out / "expr1.md"))
-    try:
-        plot(found, out / "expr1.png")
-    except ImportError:
-        click.echo("no plot: install bpsfast[plot]", err=True)
-    else:
-        click.echo(str(out / "expr1.png"))
+    plots.draw_if_possible(functools.partial(plot, found), out / "expr1.png")
 
 
 def _file(out: Path, name: str) -> Path:
     return out / f"optimum_{name}.jsonl"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of one run, without its manifest."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][1:]
 
 
 def reached(n: int, n_helpers: int) -> float:
@@ -77,7 +67,7 @@ def reached(n: int, n_helpers: int) -> float:
 
 
 def planned(record: dict[str, Any]) -> float | None:
-    """Return what `bpsfast plan` says of one cell, in units of M/B; nothing of a hash, nor of unknown links."""
+    """Return the prediction of `bpsfast plan` in units of M/B; None for hash placement and unknown links."""
     chosen, rates = record["chosen"], record["measured"]["rates_bytes"]
     layout = _LAYOUTS.get(chosen["contestant"])
     if layout is None:
@@ -90,10 +80,10 @@ def planned(record: dict[str, Any]) -> float | None:
 
 
 def simulated(record: dict[str, Any]) -> float | None:
-    """Return what the simulator says of one of our cells, in units of M/B; nothing of gloo, nor of unknown links."""
+    """Return the simulator's prediction in units of M/B; None for gloo and unknown links."""
     chosen, rates = record["chosen"], record["measured"]["rates_bytes"]
     name, n = chosen["contestant"], chosen["n_workers"]
-    if name in ("gloo", "equal") or "credit_nbytes" not in chosen:  # as in records of before it was noted
+    if name in ("gloo", "equal") or "credit_nbytes" not in chosen:  # records of earlier versions do not have it
         return None
     shapes = _shapes(chosen)
     job = workload(chosen["load"], [Layer("all", 0.0, 0.0, tuple(shapes))], shapes)
@@ -157,7 +147,7 @@ def _predictions(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _equal_links(found: dict[str, list[dict[str, Any]]], n: int) -> list[dict[str, Any]]:
-    """Return the records of *n* workers with equal links, by the number of helpers."""
+    """Return the records of *n* workers with equal links, sorted by the number of helpers."""
     return [record for name in (str(n), "full") for record in found.get(name, ())
             if record["chosen"]["n_workers"] == n]
 
@@ -191,26 +181,20 @@ def _by_helpers(records: Sequence[dict[str, Any]], contestant: str) -> dict[int,
 
 
 def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw the steps of equal links by the number of helpers: points measured, lines the formulas."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw the steps with equal links over the number of helpers: measurements as points, formulas as lines."""
     equal = [name for name in ("2", "4", "8") if name in found]
-    figure, axes = pyplot.subplots(1, max(1, len(equal)), figsize=(4.5 * max(1, len(equal)), 4.2),
-                                   layout="constrained", squeeze=False)
-    for panel, name in zip(axes[0], equal):
-        for color, (contestant, label) in enumerate(_NAMES.items()):
-            records = _by_helpers(_equal_links(found, int(name)), contestant)
-            panel.plot(list(records), [record["measured"]["time"] for record in records.values()], "o",
-                       color=f"C{color}", label=label)
-            panel.plot(list(records), [record["measured"]["formula"] for record in records.values()], "-",
-                       color=f"C{color}")
-        panel.set(title=f"{name} workers, real packets", xlabel="helpers k", ylabel="t in units of M/B", ylim=(0, 4.2))
-        panel.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with plots.figure(4.5, 4.2, max(1, len(equal))) as (made, panels):
+        for panel, name in zip(panels, equal):
+            for color, (contestant, label) in enumerate(_NAMES.items()):
+                records = _by_helpers(_equal_links(found, int(name)), contestant)
+                panel.plot(list(records), [record["measured"]["time"] for record in records.values()], "o",
+                           color=f"C{color}", label=label)
+                panel.plot(list(records), [record["measured"]["formula"] for record in records.values()], "-",
+                           color=f"C{color}")
+            panel.set(title=f"{name} workers, real packets", xlabel="helpers k", ylabel="t in units of M/B",
+                      ylim=(0, 4.2))
+            panel.legend(fontsize=8)
+        plots.save(made, str(path))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""``make expr2``: BytePS's ways to sum inside a machine, simulated, beside the twelve bars of the paper's figure 14.
+"""``make expr2``: BytePS's strategies inside a machine, simulated, and the twelve bars of the paper's figure 14.
 
-Takes the wire's constants from a run of ``make expr3``; finds one number more for each model (`simulator.figure_14`).
-Writes ``expr2.json`` (bars, fits, what each way leaves of a machine), ``expr2.md`` (tables) and, where matplotlib is
-installed, ``expr2.png``. Ends with 1 if a bar stands to another of its machine and model as it did not in the paper.
+Takes the network's constants from a run of ``make expr3``, and fits one more number for each model (`figure_14`).
+Writes ``expr2.json`` (bars, fits, and the rates that each strategy leaves), ``expr2.md`` (tables) and, if matplotlib is
+installed, ``expr2.png``. Exits with 1 if two bars of a machine and model have another order than in the paper.
 
 Source: BytePS (OSDI'20) figure 14: 64 GPUs, no helpers; the artifact's Expr2.
 """
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
@@ -19,22 +20,23 @@ import click
 
 from bpsfast._version import __version__
 from bpsfast.base import exit_codes
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots
+from bpsfast.bench.harness.result_file import RESULTS
 from bpsfast.bench.paper import figure_14
 from bpsfast.bench.paper.calibration import Fit
 from bpsfast.bench.paper.figures import Constants, Row
 from bpsfast.bench.paper.intra_machine import IntraMachine
 from bpsfast.orchestration.errors import ConfigError
 
-RESULTS = Path(__file__).parents[1] / "results"
 _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the results.")
+@cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
-    """Simulate the bars; some seconds on one core."""
+    """Simulate the bars, in a few seconds on one core."""
     known = constants(RESULTS / "expr3.json")
     insides = figure_14.insides(known)
     rows, fits = figure_14.figure_14(known)
@@ -43,10 +45,7 @@ def main(out: Path) -> None:
     text = tables(rows, fits, insides)
     (out / "expr2.md").write_text(text, encoding="utf-8")
     click.echo(text)
-    try:
-        plot(rows, out / "expr2.png")
-    except ImportError:
-        click.echo("no plot: install bpsfast[plot]", err=True)
+    plots.draw_if_possible(functools.partial(plot, rows), out / "expr2.png")
     wrong = [f"{of}, {at}" for (of, at), is_right in figure_14.in_order(rows).items() if not is_right]
     if wrong:
         click.echo(f"not in the paper's order: {'; '.join(wrong)}", err=True)
@@ -54,7 +53,7 @@ def main(out: Path) -> None:
 
 
 def constants(path: Path) -> Constants:
-    """Return what the run of ``make expr3`` that wrote *path* has calibrated; raises `ConfigError` if there is none."""
+    """Return the calibrated constants in *path*, written by ``make expr3``; raises `ConfigError` if it is missing."""
     if not path.exists():
         raise ConfigError(f"{path} is missing, which has the constants of the wire: run make expr3 first")
     fits = {fit["name"]: fit["value"] for fit in json.loads(path.read_text(encoding="utf-8"))["calibration"]}
@@ -75,7 +74,7 @@ def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[s
 
 
 def tables(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]) -> str:
-    """Return all as Markdown."""
+    """Return all results as Markdown."""
     ordered = figure_14.in_order(rows)
     n_right, n_pairs = figure_14.pairs_in_order(rows)
     lines = ["# Figure 14: summing inside a machine", "",
@@ -106,24 +105,18 @@ def _yes(is_so: bool) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the bars, measured beside simulated."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for panel, machine in zip(axes, figure_14.BARS):
-        cells = [row for row in rows if row.of.split()[0] == machine]
-        at = range(len(cells))
-        panel.bar([x - 0.2 for x in at], [row.paper for row in cells], 0.4, label="measured")
-        panel.bar([x + 0.2 for x in at], [row.simulated for row in cells], 0.4, label="simulated")
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set(title=f"{machine} machines, 64 GPUs", ylabel="speed over all-reduce", ylim=(0.9, 1.4))
-        panel.set_xticks(list(at), [f"{row.of.split()[1]}\n{row.at}" for row in cells], fontsize=7)
-        panel.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """Draw the measured and simulated bars."""
+    with plots.figure(5.5, 4.0, 2, sharey=True) as (made, panels):
+        for panel, machine in zip(panels, figure_14.BARS):
+            cells = [row for row in rows if row.of.split()[0] == machine]
+            at = range(len(cells))
+            panel.bar([x - 0.2 for x in at], [row.paper for row in cells], 0.4, label="measured")
+            panel.bar([x + 0.2 for x in at], [row.simulated for row in cells], 0.4, label="simulated")
+            panel.axhline(1.0, color="black", linewidth=0.8)
+            panel.set(title=f"{machine} machines, 64 GPUs", ylabel="speed over all-reduce", ylim=(0.9, 1.4))
+            panel.set_xticks(list(at), [f"{row.of.split()[1]}\n{row.at}" for row in cells], fontsize=7)
+            panel.legend(fontsize=8)
+        plots.save(made, str(path))
 
 
 if __name__ == "__main__":

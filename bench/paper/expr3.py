@@ -1,10 +1,11 @@
-"""``make expr3``: the simulator beside the paper's figures, cell by cell, and beyond them.
+"""``make expr3``: the simulator compared with each cell of the paper's figures, and further predictions.
 
-Calibrates first (`simulator.calibration`), then predicts. Writes ``expr3.json`` (all cells, fits, versions),
-``expr3.md`` (tables with the error of each cell) and, where matplotlib is installed, ``expr3.png``.
+Calibrates first (`calibration`), then predicts. Writes ``expr3.json`` (all cells, fits, versions), ``expr3.md`` (tables
+with the error of each cell) and, if matplotlib is installed, ``expr3.png``.
 """
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import time
@@ -16,11 +17,12 @@ import click
 
 from bpsfast._version import __version__
 from bpsfast.base import exit_codes
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots
 from bpsfast.bench.paper import claim_tables
 from bpsfast.bench.paper.calibration import Fit, calibrate, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16, workload_of
 
-RESULTS = Path(__file__).parents[1] / "results"
 _TITLES = {
     "12": "Figure 12: goodput of communication alone, 8 machines of one GPU (fitted: three numbers)",
     "13": "Figure 13: speed over all-reduce, 64 GPUs, k helpers (predicted)",
@@ -32,11 +34,10 @@ _TITLES = {
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the results.")
+@cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
-    """Simulate all figures; some minutes on one core."""
+    """Simulate all figures, in a few minutes on one core."""
     began = time.monotonic()
     constants, fits = calibrate()
     for fit in fits:
@@ -56,12 +57,7 @@ def main(out: Path) -> None:
                                     + "\n", encoding="utf-8")
     (out / "expr3.md").write_text(tables(fits, rows, points, sizes), encoding="utf-8")
     click.echo(f"{out / 'expr3.json'}, {out / 'expr3.md'}")
-    try:
-        plot(rows, points, out / "expr3.png")
-    except ImportError:
-        click.echo("no plot: install bpsfast[plot]", err=True)
-    else:
-        click.echo(str(out / "expr3.png"))
+    plots.draw_if_possible(functools.partial(plot, rows, points), out / "expr3.png")
 
 
 def _document(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claim_tables.Point],
@@ -114,42 +110,36 @@ def _pivot(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(rows: Sequence[Row], points: Sequence[claim_tables.Point], path: Path) -> None:
-    """Draw figures 12, 13 and 15/16 at 256 GPUs beside the simulation, and the sweep."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    for panel, name, title, unit in ((axes[0, 0], "12", "Figure 12", "goodput [Gbit/s]"),
-                                     (axes[0, 1], "13", "Figure 13 (predicted)", "speed over all-reduce")):
-        for color, of in enumerate(dict.fromkeys(row.of for row in rows if row.figure == name)):
-            cells = [row for row in rows if row.figure == name and row.of == of]
-            ks = [int(row.at[2:]) for row in cells]
-            panel.plot(ks, [row.paper for row in cells], "o", color=f"C{color}", label=of)
-            panel.plot(ks, [row.simulated for row in cells], "-", color=f"C{color}")
-        panel.set(title=f"{title}: points measured, lines simulated", xlabel="helpers k", ylabel=unit)
+    """Draw figures 12, 13 and 15/16 at 256 GPUs, measured and simulated, and the sweep."""
+    with plots.figure(6.5, 4.5, 2, n_rows=2) as (made, (first, second, third, fourth)):
+        for panel, name, title, unit in ((first, "12", "Figure 12", "goodput [Gbit/s]"),
+                                         (second, "13", "Figure 13 (predicted)", "speed over all-reduce")):
+            for color, of in enumerate(dict.fromkeys(row.of for row in rows if row.figure == name)):
+                cells = [row for row in rows if row.figure == name and row.of == of]
+                ks = [int(row.at[2:]) for row in cells]
+                panel.plot(ks, [row.paper for row in cells], "o", color=f"C{color}", label=of)
+                panel.plot(ks, [row.simulated for row in cells], "-", color=f"C{color}")
+            panel.set(title=f"{title}: points measured, lines simulated", xlabel="helpers k", ylabel=unit)
+            panel.legend(fontsize=8)
+        panel = third
+        cells = [row for row in rows if row.figure == "15/16" and row.at == "256 GPUs"]
+        at = range(len(cells))
+        panel.barh([y - 0.2 for y in at], [row.paper for row in cells], 0.4, label="measured")
+        panel.barh([y + 0.2 for y in at], [row.simulated for row in cells], 0.4, label="simulated")
+        panel.set(title="Figures 15 and 16: 256 GPUs", xlabel="efficiency")
+        panel.set_yticks(list(at), [row.of for row in cells], fontsize=7)
+        panel.invert_yaxis()
+        panel.legend(fontsize=8, loc="lower left")
+        panel = fourth
+        for color, model in enumerate(dict.fromkeys(point.model for point in points)):
+            curve = [point for point in points if point.model == model]
+            rates = [point.gbits for point in curve]
+            panel.plot(rates, [point.kn for point in curve], "-", color=f"C{color}", label=model)
+            panel.plot(rates, [point.all_reduce for point in curve], ":", color=f"C{color}")
+        panel.set(title="64 GPUs by network card: BytePS k = n (lines), all-reduce (dotted)", xlabel="Gbit/s",
+                  xscale="log", ylabel="efficiency")
         panel.legend(fontsize=8)
-    panel = axes[1, 0]
-    cells = [row for row in rows if row.figure == "15/16" and row.at == "256 GPUs"]
-    at = range(len(cells))
-    panel.barh([y - 0.2 for y in at], [row.paper for row in cells], 0.4, label="measured")
-    panel.barh([y + 0.2 for y in at], [row.simulated for row in cells], 0.4, label="simulated")
-    panel.set(title="Figures 15 and 16: 256 GPUs", xlabel="efficiency")
-    panel.set_yticks(list(at), [row.of for row in cells], fontsize=7)
-    panel.invert_yaxis()
-    panel.legend(fontsize=8, loc="lower left")
-    panel = axes[1, 1]
-    for color, model in enumerate(dict.fromkeys(point.model for point in points)):
-        curve = [point for point in points if point.model == model]
-        rates = [point.gbits for point in curve]
-        panel.plot(rates, [point.kn for point in curve], "-", color=f"C{color}", label=model)
-        panel.plot(rates, [point.all_reduce for point in curve], ":", color=f"C{color}")
-    panel.set(title="64 GPUs by network card: BytePS k = n (lines), all-reduce (dotted)", xlabel="Gbit/s", xscale="log",
-              ylabel="efficiency")
-    panel.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        plots.save(made, str(path))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Figure 14 of the paper, simulated: BytePS's ways to sum inside a machine, against all-reduce, on 64 GPUs.
+"""Figure 14 of the paper, simulated: BytePS's strategies inside a machine, relative to all-reduce, on 64 GPUs.
 
-The cluster, the all-reduce and what messages cost are those of the other figures (`figures`); only the inside of a
-machine differs from bar to bar: `inside` has it from the loads that the way puts on the links of `machines`. Beside
-what is calibrated there one number for each model is found: the computing of a step with which all-reduce reaches the
-efficiency that figure 16 has for these 64 GPUs. No bar of figure 14 is looked at.
+The cluster, the all-reduce and the cost of messages are those of the other figures (`figures`). Bars differ only inside
+a machine: `intra_machine.inside` derives the rates from the loads of the strategy on the links of `machines`. In
+addition to the calibrated constants one number for each model is fitted: the compute time of a step with which
+all-reduce reaches figure 16's efficiency on these 64 GPUs. Nothing is fitted to figure 14.
 """
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .calibration import Fit
 from .figures import Constants, Row, run, workload_of
 from .intra_machine import IntraMachine, inside
 
-#: Machines; no helpers, so each sums an eighth.
+#: Machines; without helpers, so each sums an eighth.
 N = 8
 TRAFFIC = Traffic(service=(N - 2) / N)
-#: Of a bar, up to which a simulated one has its size.
+#: A simulated bar has the right size if it differs from the measured one by at most this fraction.
 TOLERANCE = 0.10
-#: Two bars within this are equally high.
+#: Two bars that differ by less count as equal.
 _EQUAL = 0.005
 
 
 def pcie_way(topology: Topology, size: int) -> Strategy:
-    """Return BytePS's way with BYTEPS_PCIE_SWITCH_SIZE: islands of *size* GPUs, all of which copy."""
+    """Return BytePS's strategy with BYTEPS_PCIE_SWITCH_SIZE: islands of *size* GPUs, all of which copy."""
     gpus = [part.name for part in topology.of(PartKind.GPU)]
     return choose(topology, TRAFFIC, [islands_by_size(topology, size)], gpus)
 
 
 def nvlink_way(topology: Topology, roots: Sequence[int], traffic: Traffic = TRAFFIC) -> Strategy:
-    """Return BytePS's way with BYTEPS_REDUCE_ROOTS, or without: *roots* are then all GPUs."""
+    """Return BytePS's strategy with BYTEPS_REDUCE_ROOTS; without that variable *roots* are all GPUs."""
     return choose(topology, traffic, [islands_of(topology, PartKind.NVSWITCH)], [f"gpu{root}" for root in roots])
 
 
 class Bars(NamedTuple):
-    """The bars of one kind of machines: name -> way."""
+    """The bars of one kind of machines: name -> strategy."""
 
     topology: Callable[[], Topology]
     ways: dict[str, Callable[[Topology], Strategy]]
@@ -63,7 +63,7 @@ BARS = {
 
 
 def insides(constants: Constants) -> dict[tuple[str, str], IntraMachine]:
-    """Return (machine, way) -> what it makes of the machine."""
+    """Return the rates of each machine with each strategy, by (machine, bar)."""
     ring = Ring(overhead_s=constants.ring_overhead_s)
     found = {}
     for machine, bars in BARS.items():
@@ -74,9 +74,10 @@ def insides(constants: Constants) -> dict[tuple[str, str], IntraMachine]:
 
 
 def fitted(model: str, constants: Constants) -> tuple[Workload, Fit]:
-    """Return *model* with the computing that gives all-reduce figure 16's efficiency on 64 GPUs.
+    """Return *model* with the compute time that gives all-reduce figure 16's efficiency on 64 GPUs.
 
-    Closed: the simulated all-reduce begins after the backward pass, so a step waits as long whatever it computes.
+    It needs no search: the simulated all-reduce begins after the backward pass, so its wait does not depend on the
+    compute time.
     """
     job = next(job for job in osdi20.JOBS if job.model == model)
     goal = job.efficiency["all-reduce"][osdi20.SCALES.index(N)]
@@ -87,7 +88,7 @@ def fitted(model: str, constants: Constants) -> tuple[Workload, Fit]:
 
 
 def figure_14(constants: Constants) -> tuple[list[Row], list[Fit]]:
-    """Return the twelve bars, speed over all-reduce, and what was fitted for them."""
+    """Return the twelve bars, speeds relative to all-reduce, and the fits for them."""
     rows, fits = [], []
     works = {}
     for model in dict.fromkeys(model for _, model in osdi20.FIGURE_14):
@@ -110,7 +111,7 @@ def _step_s(work: Workload, way: IntraMachine, constants: Constants) -> float:
 
 
 def in_order(rows: Sequence[Row]) -> dict[tuple[str, str], bool]:
-    """Return (of, at) -> stands this bar to all others of its machine and model, all-reduce's 1.0 too, as measured?"""
+    """Return for each bar (of, at) whether its order with all others of its machine and model is as measured."""
     found = {}
     for row in rows:
         others = [(other.paper, other.simulated) for other in rows if other.of == row.of and other is not row]
@@ -121,14 +122,14 @@ def in_order(rows: Sequence[Row]) -> dict[tuple[str, str], bool]:
 
 
 def pairs_in_order(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many pairs of bars, of any machine and model, are in the measured order, and how many there are."""
+    """Return how many pairs of bars of one machine and model are in the measured order, and the number of pairs."""
     pairs = [(one, other) for place, one in enumerate(rows) for other in rows[:place]]
     return sum(_sign(one.paper - other.paper, 1e-9) == _sign(one.simulated / other.simulated - 1, _EQUAL)
                for one, other in pairs), len(pairs)
 
 
 def has_size(row: Row) -> bool:
-    """Tell whether a simulated bar is within `TOLERANCE` of the measured one."""
+    """Return whether a simulated bar is within `TOLERANCE` of the measured one."""
     return abs(row.error) <= TOLERANCE * row.paper
 
 

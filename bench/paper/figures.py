@@ -1,12 +1,13 @@
-"""The figures of the paper, simulated: one table each, every cell beside the measured one.
+"""The figures of the paper, simulated: one table each, with the measured value of every cell.
 
-Systems are what their documents say, with as few numbers as that takes (`Constants`): Horovod's ring over all GPUs,
+The systems follow their documentation, with as few constants as possible (`Constants`): Horovod's ring over all GPUs,
 without priorities; BytePS with priorities; the native parameter server, first come first served. TensorFlow and PyTorch
-end a step with a barrier; MXNet's engine lets a layer's forward wait for its own weights only.
+end a step with a barrier; in MXNet a layer's forward waits only for its own weights.
 
-Two choices were made in sight of figures 15 and 16, and are no calibrated numbers. The ring begins when the backward
-pass is over, as if its kernels kept the GPUs busy: in BERT-large's step 172 to 230 ms of it are seen, and all of the
-ring takes 194. What a framework's overhead is (`OVERHEADS`) follows how its parameter server slows down: by machine.
+Two choices were made with knowledge of figures 15 and 16, and are not calibrated numbers. The ring begins after the
+backward pass, as if its kernels kept the GPUs busy: BERT-large's step shows 172 to 230 ms of it, and the whole ring
+takes 194. The kind of a framework's overhead (`OVERHEADS`) follows from how its parameter server slows down with
+machines.
 """
 from __future__ import annotations
 
@@ -21,21 +22,21 @@ from bpsfast.tools.simulator.workload import Workload, build, one_bulk
 
 from . import osdi20 as paper
 
-#: Bytes of the microbenchmark of figure 12, which the paper does not say.
+#: Bytes of the microbenchmark of figure 12, which the paper does not state.
 BULK_NBYTES = 2_048_000_000
 
 
 class Constants(NamedTuple):
-    """What is calibrated (`calibration`), in seconds or bytes/s: three of the wire, one for each framework.
+    """The calibrated constants (`calibration`), in seconds or bytes/s: three of the network, one for each framework.
 
     ring_overhead_s
-        Of a slice of NCCL's ring (figure 12).
+        Overhead of a slice of NCCL's ring (figure 12).
     message_overhead_s
-        Of a message of BytePS (figure 12).
+        Overhead of a message of BytePS (figure 12).
     server_rate
-        Bytes of inputs that a native parameter server without optimizer takes in a second (figure 12).
+        Bytes/s of inputs that a native parameter server without optimizer sums (figure 12).
     framework
-        One overhead for each framework (figures 15 and 16 at 256 GPUs), s. `OVERHEADS`.
+        Overhead of each framework (figures 15 and 16 at 256 GPUs), s, of the kind in `OVERHEADS`.
     """
 
     ring_overhead_s: float = 0.0
@@ -48,14 +49,14 @@ class Constants(NamedTuple):
         return dict(self.framework).get(framework, 0.0)
 
 
-#: Framework -> what its overhead is, and its unit. Those with a parameter server of their own: what that spends on
-#: every machine, one after another, in a step. PyTorch has none: what handing over a byte of gradients costs.
+#: Framework -> kind of its overhead, and unit. For frameworks with a parameter server it is the server's time for each
+#: machine in a step, one after another. PyTorch has no server: it is the time to hand over a byte of gradients.
 OVERHEADS = {"TensorFlow": "s/machine in its native PS", "MXNet": "s/machine in its native PS",
              "PyTorch": "s/byte of gradients in every system"}
 
 
 class Row(NamedTuple):
-    """One cell of a figure: what the paper has, what was simulated. `unit` says what of."""
+    """One cell of a figure: the paper's and the simulated value, in `unit`."""
 
     figure: str
     of: str
@@ -71,10 +72,10 @@ class Row(NamedTuple):
 
 
 def intra_machine(machine: str) -> Costs:
-    """Return what BytePS's layout of a machine costs (section 4.2): bytes of a gradient a second, each way.
+    """Return the cost of BytePS's layout of a machine (section 4.2): bytes of a gradient a second in each direction.
 
-    PCIe only: reduce-scatter below a switch, then a copy to the host: (2l-1)/l of all bytes on a GPU's link, l = 4.
-    NVLink: summed over NVLink, copied once over a link that the network card does not use.
+    PCIe only: reduce-scatter below a switch, then a copy to the host, so a GPU's link carries (2l-1)/l of all bytes, l
+    = 4. NVLink: summed over NVLink, then copied once over a link that the network card does not use.
     """
     rate = paper.PCIE_RATE / (7 / 4) if machine == "PCIe" else paper.PCIE_RATE
     return Costs(sum_rate=paper.SUM_RATE, fused_sum=False, reduce_rate=rate, broadcast_rate=rate)
@@ -103,20 +104,20 @@ def run(system: str, job: Workload, n: int, k: int, constants: Constants, *, cro
 
 
 def figure_12(constants: Constants) -> list[Row]:
-    """Goodput of communication alone."""
+    """Return the goodput of communication alone."""
     job = one_bulk(BULK_NBYTES)
     rows = []
     for system, measured in paper.FIGURE_12.items():
         for k, value in enumerate(measured):
             if system == "PS" and k == 0:
-                continue  # a server on no machine
+                continue  # there is no server
             found = run(system, job, 8, k, constants, gpus=1, n_steps=1)
             rows.append(Row("12", system, f"k={k}", value, BULK_NBYTES * 8 / 1e9 / found.step_s, "Gbit/s"))
     return rows
 
 
 def figure_13(constants: Constants) -> list[Row]:
-    """Speed of GPT-2 and U-GAT-IT over all-reduce on 8 machines, by helpers."""
+    """Return the speed of GPT-2 and U-GAT-IT relative to all-reduce on 8 machines, for each number of helpers."""
     rows = []
     for (machine, model), measured in paper.FIGURE_13.items():
         job = workload_of(model)
@@ -135,7 +136,7 @@ def workload_of(model: str) -> Workload:
 
 def figures_15_16(constants: Constants, scales: tuple[int, ...] = paper.SCALES,
                   systems: Callable[[str], bool] = lambda system: True) -> list[Row]:
-    """Efficiency of six jobs on 32 to 256 GPUs."""
+    """Return the efficiency of six jobs on 32 to 256 GPUs."""
     rows = []
     for job in paper.JOBS:
         model = workload_of(job.model)

@@ -1,7 +1,7 @@
-"""The rate that a strategy inside a machine leaves of its NIC, and that of gradients to memory and back.
+"""The rate of a machine's NIC with a strategy inside the machine, and the rate of gradients to memory and back.
 
-From the loads of its links (`topology.budget`). Reducing and handing back share links, as do copies and the card: where
-all are under way at once, as in a pipeline, each takes as long as the link needs for everything on it.
+Both follow from the loads of the links (`topology.budget`). Reduction, broadcast, copies and the network card share
+links. In a pipeline all run at once, so each takes as long as the link needs for its whole load.
 """
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from bpsfast.hardware.topology.strategy_solver import Strategy
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.simulator.all_reduce import Ring
 
-#: A load below this, in sizes of the gradient, is rounding.
+#: A smaller load, in sizes of the gradient, is a rounding error.
 _NOTHING = 1e-6
 
 
 class IntraMachine(NamedTuple):
-    """Bytes/s: of the card on the wire, one direction; of one gradient that is reduced, and as fast handed back."""
+    """Rates in bytes/s: of the card in one direction, and of the reduction (and of the broadcast) of one gradient."""
 
     card_rate: float
     stage_rate: float
 
 
 def inside(topology: Topology, strategy: Strategy, traffic: Traffic, ring: Ring, partition_nbytes: int) -> IntraMachine:
-    """Return what *strategy* makes of the machine *topology* with one card, for *traffic*.
+    """Return the rates of the machine *topology* with *strategy* and *traffic*.
 
-    *ring*: the slices of NCCL's rings, with what each costs, which is the same inside a machine as between machines.
-    Raises `ConfigError` if the machine has not one card.
+    *ring*: the slices of NCCL's rings and the cost of each, which is the same inside and between machines. Raises
+    `ConfigError` unless the machine has exactly one card.
     """
     if len(topology.of(PartKind.NIC)) != 1:
         raise ConfigError(f"machine {topology.name} has {len(topology.of(PartKind.NIC))} network cards; "
@@ -38,13 +38,13 @@ def inside(topology: Topology, strategy: Strategy, traffic: Traffic, ring: Ring,
     [card] = topology.of(PartKind.NIC)
     loads = strategy.loads
     on_wire = loads.cards[card.name]
-    # a link that the card has to itself is as fast as its wire is measured to be
+    # a link that only the card uses is as fast as the card's measured rate
     path = topology.path(card.name, socket_of(topology, card.name))
     alone = {link for link in path if loads.links[link] < on_wire + _NOTHING}
     times = {link: load / link.rate_bytes for link, load in loads.links.items() if link not in alone}
     wire_s = on_wire / card.wire_rate_bytes if card.wire_rate_bytes else 0.0
     card_s = max([wire_s, *(times[link] for link in path if link in times)])
-    # bytes of rings and what slices cost follow one another; copies run beside them
+    # a ring's bytes and the overheads of its slices add up; copies run at the same time
     slices_s = 2 * n_slices(strategy, ring, partition_nbytes) * ring.overhead_s / partition_nbytes
     ring_s = slices_s + max((load / link.rate_bytes for link, load in _of_rings(topology, strategy, path).items()),
                             default=0.0)
@@ -54,7 +54,7 @@ def inside(topology: Topology, strategy: Strategy, traffic: Traffic, ring: Ring,
 
 
 def _of_rings(topology: Topology, strategy: Strategy, card_path: tuple[Link, ...]) -> dict[Link, float]:
-    """Return what islands put on the links between their GPUs: all but copies to memory, and what the card moves."""
+    """Return the loads of the islands on the links between GPUs, without copies to memory and the card's traffic."""
     loads = {link: load for link, load in strategy.loads.links.items()
              if link.kind is not LinkKind.SOCKETS and link not in card_path}
     for way in strategy.ways:
@@ -66,9 +66,9 @@ def _of_rings(topology: Topology, strategy: Strategy, card_path: tuple[Link, ...
 
 
 def n_slices(strategy: Strategy, ring: Ring, partition_nbytes: int) -> int:
-    """Return how many slices of a partition a GPU passes on one after another, in NCCL's rings.
+    """Return how many slices of a partition a GPU forwards one after another in NCCL's rings.
 
-    All GPUs of an island being its roots they reduce-scatter; else each passes on the whole partition.
+    If all GPUs of an island are its roots they reduce-scatter; otherwise each forwards the whole partition.
     """
     found = 0
     for way in strategy.ways:

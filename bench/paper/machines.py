@@ -1,8 +1,8 @@
 """The two machine types that OSDI'20 measures (figures 6 and 8), each with one NIC of 100 Gbit/s.
 
-Rates are what the authors measured where they print it. Between GPUs of one switch copies get 105 Gbit/s, between those
-of two switches 80 (figure 7): 80 is taken for what a link between switch and socket carries of all that crosses it. For
-two transfers at once nobody has published a rate. A card that has such a link to itself gets its 90 (section 6.2).
+Rates are the authors' measurements where they print them. Copies between GPUs of one switch get 105 Gbit/s, those
+between two switches 80 (figure 7); so a link between switch and socket has 80 for all of its traffic. No rate has been
+published for two transfers at once. A card that has such a link to itself gets 90 (section 6.2).
 """
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topo
 
 from . import osdi20
 
-#: PCIe 3 with 16 lanes: a card's slot, which its wire never fills.
+#: PCIe 3 with 16 lanes: a card's slot, which is faster than its network link.
 _SLOT_RATE = 128e9 / 8
-#: Between processors: more than 300 Gbit/s (section 4.1).
+#: Link between processors: more than 300 Gbit/s (section 4.1).
 _SOCKETS_RATE = 300e9 / 8
-#: Of a pair of GPUs: 1.2 Tbit/s a GPU (section 4.2), over four neighbours.
+#: NVLink of a pair of GPUs: 1.2 Tbit/s for each GPU (section 4.2), over four neighbours.
 _NVLINK_RATE = 1.2e12 / 8 / 4
-#: Pairs that NVLinks join: two squares with diagonals, corner to corner.
+#: Pairs of GPUs that NVLink connects: two squares with diagonals, connected corner to corner.
 _NVLINKS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7),
             (0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def pcie_only() -> Topology:
-    """Return figure 6: two sockets, a switch with four GPUs at each; the card at the first socket."""
+    """Return figure 6: two sockets, each with a switch of four GPUs; the card at the first socket."""
     return _switched("PCIe", sockets=(0, 1), gpus_per_switch=4, card_at="socket0")
 
 
 def nvlink() -> Topology:
-    """Return figure 8: two sockets, two switches with two GPUs at each; NVLinks; the card below the first switch."""
+    """Return figure 8: two sockets, each with two switches of two GPUs; NVLinks; the card below the first switch."""
     return _switched("NVLink", sockets=(0, 0, 1, 1), gpus_per_switch=2, card_at="switch0", nvlinks=_NVLINKS)
 
 

@@ -1,8 +1,8 @@
 """The measurements of BytePS's authors: the figures of OSDI'20 that the simulator is compared with.
 
-Readings of figures (about 0.4 % of linear at 256 GPUs, 1.4 % at 64, 3 % at 32) except where the text prints a number.
-Clusters: machines of 8 V100 and one card of 100 Gbit/s, of which a transfer between two machines gets about 90; one
-GPU a machine in figure 12.
+Values are read from figures (with errors of about 0.4 % of linear at 256 GPUs, 1.4 % at 64, 3 % at 32) unless the text
+prints them. Clusters have machines of 8 V100 (one GPU in figure 12) and one card of 100 Gbit/s, of which a transfer
+between two machines gets about 90.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 #: Goodput of a transfer between two machines, bytes/s: 90 Gbit/s (section 6.2).
 CARD_RATE = 90e9 / 8
-#: A PCIe link, as measured between two GPUs of one switch, and between two switches (figure 7), bytes/s.
+#: Rate of a PCIe link between two GPUs of one switch, and between two switches (figure 7), bytes/s.
 PCIE_RATE, CROSS_SWITCH_RATE = 105e9 / 8, 80e9 / 8
 #: Summing on a helper: more than 200 Gbit/s (figure 9), bytes/s.
 SUM_RATE = 200e9 / 8
@@ -24,7 +24,7 @@ FIGURE_12: Mapping[str, tuple[float, ...]] = {
     "PS": (7, 12, 20, 25, 31, 34, 37, 42, 45),  # k = 1.. 8, 8 again below: see `figure_12_ps`
 }
 
-#: Figure 13: speed over all-reduce of 8 machines by k = 0..8; (machine, model).
+#: Figure 13: speed relative to all-reduce of 8 machines for k = 0..8; (machine, model).
 FIGURE_13: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("PCIe", "gpt2"): (1.14, 1.15, 1.17, 1.19, 1.21, 1.21, 1.20, 1.24, 1.24),
     ("PCIe", "ugatit"): (1.31, 1.31, 1.32, 1.35, 1.38, 1.39, 1.37, 1.40, 1.40),
@@ -32,7 +32,7 @@ FIGURE_13: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("NVLink", "ugatit"): (1.29, 1.31, 1.30, 1.35, 1.37, 1.36, 1.38, 1.44, 1.45),
 }
 
-#: Figure 14: speed over all-reduce of 8 machines without helpers, by the way inside a machine; (machine, model).
+#: Figure 14: speed relative to all-reduce of 8 machines without helpers, for each strategy; (machine, model).
 FIGURE_14: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("PCIe", "gpt2"): {"strawman": 1.04, "CPU-assisted": 1.14},
     ("PCIe", "ugatit"): {"strawman": 1.10, "CPU-assisted": 1.30},
@@ -42,10 +42,10 @@ FIGURE_14: Mapping[tuple[str, str], Mapping[str, float]] = {
 
 
 class Job(NamedTuple):
-    """One job of figures 15 and 16: `batch` a GPU, `linear` its units a second on 256 GPUs, scaled from one.
+    """One job of figures 15 and 16: `batch` for each GPU; `linear`, units a second on 256 GPUs, scaled from one GPU.
 
-    `efficiency`: system -> at 32, 64, 128, 256 GPUs. `backward_share`: of the computing, from the authors' slides where
-    they time the model, else two thirds.
+    `efficiency`: system -> efficiencies at 32, 64, 128, 256 GPUs. `backward_share`: backward's share of the compute
+    time, from the authors' slides if they time the model, else two thirds.
     """
 
     model: str
@@ -82,7 +82,7 @@ JOBS: tuple[Job, ...] = (
         "all-reduce": (.83, .83, .66, .65), "BytePS k=0": (.91, .91, .90, .88),
         "BytePS k=n": (.95, .93, .94, .95)}),
 )
-#: BERT-large, steps a second against Horovod at 32 GPUs (slides): (32 GPUs, 256 GPUs).
+#: BERT-large, steps a second relative to Horovod at 32 GPUs (slides): (32 GPUs, 256 GPUs).
 BERT_LARGE: Mapping[str, tuple[float, float]] = {"all-reduce": (1.00, 0.71), "BytePS": (1.35, 1.34)}
-#: Speed over Horovod: 20 Gbit/s TCP, NVLink machines, batch 64, float32 (README).
+#: Speed relative to Horovod: 20 Gbit/s TCP, NVLink machines, batch 64, float32 (README).
 TCP_GAINS: Mapping[str, float] = {"resnet50": 1.44, "vgg16": 2.00}

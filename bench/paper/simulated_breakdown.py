@@ -1,8 +1,8 @@
 """The gain of each part of BytePS's design on 256 GPUs, simulated: each bar has one part more.
 
-The cluster, the all-reduce and what messages cost are those of figures 15 and 16 (`figures`), the inside of a machine
-those of figure 14 (`figure_14`): the first bars sum as NCCL does where nobody says otherwise, all GPUs being roots.
-Half as many helpers as machines with GPUs: as `bench schedule` has them, and between the figures' two ends.
+The cluster, the all-reduce and the cost of messages are those of figures 15 and 16 (`figures`), the inside of a machine
+is that of figure 14 (`figure_14`): the first bars sum as NCCL does by default, with all GPUs as roots. There are half
+as many helpers as machines with GPUs, as in `bench schedule`; this is between the two extremes of the figures.
 """
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .intra_machine import IntraMachine, inside
 N, K = 32, 16
 MODELS = tuple(each.model for each in osdi20.JOBS)
 _ALL_ROOTS, _BEST_ROOTS = tuple(range(osdi20.GPUS)), (2, 3)
-#: More than any model: whatever is there is sent at once.
+#: More bytes than any model has: everything is sent at once.
 _NO_CREDIT_NBYTES = 1 << 40
 
 
 class Part(NamedTuple):
-    """One bar: what it has of the design besides what an all-reduce is. `roots`: GPUs that copy to memory."""
+    """One bar: the parts of the design that it has in addition to an all-reduce. `roots`: GPUs that copy to memory."""
 
     name: str
     is_split: bool = True
@@ -47,7 +47,7 @@ PARTS = (
 
 
 class Bar(NamedTuple):
-    """A simulated step of *model*; `linear_s` is one without communication."""
+    """A simulated step of `model`; `linear_s` is the step without communication."""
 
     model: str
     part: str
@@ -56,18 +56,18 @@ class Bar(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """Return the speed as a share of linear scaling."""
+        """Return the speed as a fraction of linear scaling."""
         return self.linear_s / self.step_s
 
 
 def traffic(n: int, k: int) -> Traffic:
-    """Return what crosses the card of one of *n* machines that train, *k* helping, at the optimum."""
+    """Return the traffic on the card of one of *n* training machines with *k* helpers, at the optimum."""
     owned = optimal_shares([Machine(True, 1.0)] * n + [Machine(False, 1.0)] * k, 1.0).owned[0]
     return Traffic(service=(n - 2) * owned)
 
 
 def insides(constants: Constants) -> dict[tuple[int, ...], IntraMachine]:
-    """Return roots -> what they make of a machine of `PARTS`."""
+    """Return the rates of a machine for each choice of roots in `PARTS`."""
     topology, each = machines.nvlink(), traffic(N, K)
     ring = Ring(overhead_s=constants.ring_overhead_s)
     return {roots: inside(topology, nvlink_way(topology, roots, each), each, ring, Options().partition_nbytes)
@@ -75,7 +75,7 @@ def insides(constants: Constants) -> dict[tuple[int, ...], IntraMachine]:
 
 
 def bars(constants: Constants, models: Sequence[str] = MODELS) -> list[Bar]:
-    """Return all bars of *models*, which are some of `paper.JOBS`'."""
+    """Return all bars of *models*, which are names in `osdi20.JOBS`."""
     found: list[Bar] = []
     ways = insides(constants)
     for name in models:
@@ -92,7 +92,7 @@ def bars(constants: Constants, models: Sequence[str] = MODELS) -> list[Bar]:
                 options = Options(priority=part.priority, cross_barrier=part.crosses, interleave=True,
                                   optimizer_s=per_byte_s,
                                   credit_nbytes=Options().credit_nbytes if part.priority else _NO_CREDIT_NBYTES)
-                # no GPUs copy beside the helpers' cards
+                # helpers have no GPUs that copy
                 together = cluster([way.card_rate] * N, [osdi20.CARD_RATE] * K, costs)
                 step_s = simulate(job, together, "optimal", options).step_s
             found.append(Bar(name, part.name, step_s, job.compute_s))

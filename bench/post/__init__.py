@@ -1,15 +1,15 @@
-"""``bpsfast bench post``: a message from rank to rank and back, beside torch's send and recv over gloo.
+"""``bpsfast bench post``: a message from rank to rank and back, compared with torch's send and recv over gloo.
 
-Two ranks of one node (local sockets; payloads are read from the sender's memory), or of two nodes on this machine (tcp
-over loopback). gloo talks tcp over loopback in both cases. Times are of one way, half of there and back.
+The two ranks have one node (local sockets; payloads are read from the sender's memory), or two nodes on this machine
+(tcp over loopback). gloo uses tcp over loopback in both cases. Times are half of a round trip.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.option_lists import parse_sizes
 from bpsfast.bench.harness.samples import Row, find, take_turns
@@ -22,28 +22,15 @@ _SIZES, _QUICK_SIZES = "8,4K,64K,1M,16M,64M", "8,1M"
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_nodes (1 or 2; None: both, one after the other), sizes ("8,64M"), n_rounds (5), json_path, quick. All may be
-        missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
+    *options*, each of which may be missing or None: n_nodes (1 or 2; None: both, one after another), sizes ("8,64M"),
+    n_rounds (5), json_path, quick. Raises `ConfigError` if one makes no sense.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
+    given = BenchRun("post", options)
+    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if given.quick else _SIZES))
     shapes = (given["n_nodes"],) if "n_nodes" in given else (1, 2)
     if not set(shapes) <= {1, 2}:
         raise ConfigError(f"bench post measures two ranks on 1 or 2 nodes, got {shapes[0]}")
-    began = time.time()
-    records = []
-    for n_nodes in shapes:
-        records += _measure(n_nodes, wanted, given.get("n_rounds") or (1 if quick else 5))
-    return table.finish("post", given, began, records)
+    return given.finish([record for n_nodes in shapes for record in _measure(n_nodes, wanted, given.rounds(5))])
 
 
 def _measure(n_nodes: int, sizes: Sequence[int], n_rounds: int) -> list[dict[str, Any]]:
@@ -74,7 +61,7 @@ def _table(n_nodes: int, rows: Sequence[Row], sizes: Sequence[int]) -> str:
 
 
 def _record(n_nodes: int, row: Row) -> dict[str, Any]:
-    """Return the row for the result file: seconds are of there and back."""
+    """Return the row for the result file; seconds of round trips."""
     return {
         "section": VARIANT,
         "chosen": {"contestant": row.name, "nbytes": row.nbytes, "n_ranks": 2, "n_nodes": n_nodes,

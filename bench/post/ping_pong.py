@@ -1,4 +1,4 @@
-"""A message to the other rank and back, by any contestant that sends and receives."""
+"""A message to the other rank and back, for any contestant that sends and receives."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +11,7 @@ VARIANT = "ping-pong"
 
 def operation(rank: int, array: pattern.Array, send: Callable[[int], object],
               receive: Callable[[int], object]) -> Operation:
-    """Return the operation of ranks 0 and 1 on *array*, which rank 0 fills; *send* and *receive* take a rank, and wait.
-    """
+    """Return the operation of ranks 0 and 1 on rank 0's *array*; *send* and *receive* take a rank and block."""
     def run() -> None:
         if rank == 0:
             send(1)

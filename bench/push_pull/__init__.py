@@ -1,15 +1,15 @@
-"""``bpsfast bench push_pull``: the time of a push_pull, how near it is to the bound, and the time of others.
+"""``bpsfast bench push_pull``: the time of a push_pull, how near it is to the bound, and the time of other libraries.
 
 One node: `one_machine`. Two nodes: `two_nodes`. Real hosts: `over_hosts`. All contestants are measured in turns within
-one run; ratios of one run mean something, times of two runs beside each other do not.
+one run; compare ratios of one run, not times of two runs.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness import peers
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
 from bpsfast.bench.push_pull.options import Plan
@@ -24,21 +24,12 @@ _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy,
-        torch, both), json_path, quick. All may be missing or None.
-    hosts
-        Where the ranks run, if not on this machine; then n_ranks and n_nodes are theirs.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
+    *options*, each of which may be missing or None: n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M":
+    every power of two; or "4K,1M"), api (numpy, torch, both), json_path, quick. *hosts*: where the ranks run, if not on
+    this machine; it then has n_ranks and n_nodes. Raises `ConfigError` if an option makes no sense.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.get("quick", False)
+    given = BenchRun("push_pull", options)
+    n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.quick
     if hosts is not None:
         n_ranks, n_nodes = sum(hosts.shape.ranks), len(hosts.shape.ranks)
     elif n_nodes not in _SIZES:
@@ -51,7 +42,6 @@ def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> lis
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[played])
     operations = _operations(given.get("api", "both"), n_nodes)
     chosen = _peers(given.get("compare") or "")
-    start = time.time()
     if hosts is not None:
         if set(chosen) - {"gloo"}:
             raise ConfigError(f"compare {', '.join(chosen)}: between hosts it is gloo that is compared with")
@@ -60,7 +50,7 @@ def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> lis
         records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
     else:
         records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick))
-    return table.finish("push_pull", given, start, records)
+    return given.finish(records)
 
 
 def _operations(api: str, n_nodes: int) -> tuple[str, ...]:

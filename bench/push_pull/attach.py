@@ -1,7 +1,7 @@
 """``bpsfast bench push_pull --attach``: the traffic of a running job, read from its nodes' exporters.
 
-Two looks at the counters with a pause between them: goodput of each rank, wire throughput of each direction, sums, and
-CPU time of each node's process. The job needs the setting `metrics_port`.
+It reads the counters twice and reports the goodput of each rank, wire throughput in each direction, sums, and CPU time
+of each node's process. The job needs the setting `metrics_port`.
 """
 from __future__ import annotations
 
@@ -11,36 +11,27 @@ from typing import Any
 
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.tools.top.scrape import NotBpsfastError, Scrape, check, scrape
 
 _SECONDS = 10.0
 _TIMEOUT_S = 10.0
-#: Options that may be given, and how those are typed of the others that are not typed as they are called.
+#: Accepted options, and the command-line spelling of others whose name differs from it.
 _READ = ("attach", "seconds", "json_path", "quick", "dtype")
 _NAMES = {"n_ranks": "--num-ranks", "n_nodes": "--nodes", "hosts_text": "-H", "assigned": "-x",
           "ssh_options": "--ssh-option"}
 
 
 def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
-    """Look at the nodes as *options* say, print a table, and return (and write) the records.
+    """Read the nodes' counters, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of others
-        only quick and dtype, which say nothing here, may be given.
-    pause
-        What waits between the two looks.
-
-    Raises
-    ------
-    ConfigError
-        An address is none, what answers there is no node of bpsfast, or Prometheus's library is not installed.
-    PeerLostError
-        No node answers there.
+    *options*: attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of the
+    other options only quick and dtype, which have no effect here, may be given. *pause* waits between the two reads.
+    Raises `ConfigError` if an address is wrong, if the process there is no node of bpsfast, or if prometheus_client is
+    not installed, and `PeerLostError` if no node answers.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("attach", {name: options.get(name) for name in ("attach", "seconds", "json_path")})
     others = [name for name, value in options.items() if value and name not in _READ]
     if others:
         shown = sorted(_NAMES.get(name, f"--{name.replace('_', '-')}") for name in others)
@@ -50,15 +41,13 @@ def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep)
         raise ConfigError("--attach '': expected HOST:PORT of the nodes' metrics_port")
     places = [parse_address(address, "--attach") for address in addresses]
     check()
-    began = time.time()
     before = [_look(*place) for place in places]
     pause(given.get("seconds", _SECONDS))
     records = []
     for address, place, first in zip(addresses, places, before):
         records += _records(address, first, _look(*place))
     print(report(records))
-    asked = {name: given[name] for name in ("attach", "seconds", "json_path") if name in given}
-    return table.finish("attach", asked, began, records)
+    return given.finish(records)
 
 
 def _look(host: str, port: int) -> Scrape:
@@ -72,7 +61,7 @@ def _look(host: str, port: int) -> Scrape:
 
 
 def _records(address: str, first: Scrape, last: Scrape) -> list[dict[str, Any]]:
-    """Return a record of the node, and one of each rank of it. A counter that is new began at 0."""
+    """Return a record of the node, and one for each of its ranks. A counter that is new began at 0."""
     elapsed_s = last.time_s - first.time_s
 
     def rate(name: str, **labels: str) -> float:

@@ -1,12 +1,12 @@
 """Finds cliffs in curves over sizes: a size where the next larger one is slower than 0.8 times per byte.
 
-Where the possible (memory's speed, raw sockets') falls from one size to the next, as where a cache ends, a curve that
-falls with it is as good as before: what counts is then how much nearer it was. The possible of CPU is that of time.
+If the bound (the speed of memory or of raw sockets) also falls from one size to the next, for example where a cache
+ends, the curve is compared relative to the bound. The bound of CPU time is that of time.
 
-Sizes are compared turn by turn, since those of one round were measured within seconds: what a machine is like for
-minutes both had, and turns between which its CPUs were moved out of one cache, or into one, are left out. Turns
-differ, by where the kernel has put whose threads. So each cliff has an interval, of pairs of turns drawn again, and is
-certain if all of it is beyond the limit.
+Sizes are compared turn by turn, because turns of one round were measured within seconds of each other. Pairs of turns
+are left out if CPUs were moved into or out of a shared cache between them. Turns also differ by the kernel's placement
+of threads, so each cliff has a bootstrap interval over pairs of turns, and is certain if the whole interval is beyond
+the limit.
 """
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from bpsfast.tools.doctor import hardware
 LEAST_SHARE = 0.8
 _CONFIDENCE = 0.95
 _DRAWS = 2000
-#: Of fewer pairs all can be beyond the limit by chance more often than the confidence says.
+#: Fewer pairs can all be beyond the limit by chance more often than the confidence allows.
 _FEWEST = 6
 _OURS = "bpsfast"
 _QUANTITIES = ("goodput", "p99", "CPU")
-#: The row of a job that moves gradients and does not sum them.
+#: Row of a job that moves gradients without summing them.
 SILENT = "numpy, sums off"
 
 
 class Turn(NamedTuple):
-    """One turn of one size: seconds of each operation, CPU seconds of one; the best that was possible in that round, as
-    seconds of each (none: nobody knows); how long a cache line took between cores that share a cache (0: nobody knows).
+    """One turn of one size: seconds of each operation, CPU seconds of one, the bound in that round as seconds of each
+    operation (none: unknown), and the time of a cache line between cores that share a cache (0: unknown).
     """
 
     samples_s: tuple[float, ...]
@@ -44,9 +44,9 @@ class Turn(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One size of a curve: medians of all its turns, the best possible time; and the turns, none if nobody knows them.
+    """One size of a curve: medians over its turns, the bound, and the turns (none if unknown).
 
-    The percentile is that of the median turn: what else the machine did in one turn is no cliff of ours.
+    The percentile is that of the median turn, so that other load in a single turn is not taken for a cliff.
     """
 
     nbytes: int
@@ -58,10 +58,10 @@ class Point(NamedTuple):
 
 
 class Cliff(NamedTuple):
-    """From one size to the next *quantity* per byte gets worse: *share* is what is left of it, 1 being as good.
+    """A step to the next size at which `quantity` per byte gets worse: `share` of it remains (1: no change).
 
-    *possible* is what is left of the possible, at most 1. *low* and *high* are the ends of the interval of share by
-    possible; 0 and infinite where there are too few turns.
+    `possible` is the share of the bound that remains, at most 1. `low` and `high` are the ends of the interval of share
+    / possible; 0 and infinity if there are too few turns.
     """
 
     curve: str
@@ -75,12 +75,12 @@ class Cliff(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Tell whether it is worse than the possible's."""
+        """Return whether the curve falls more than the bound."""
         return self.share < LEAST_SHARE * self.possible
 
     @property
     def is_certain(self) -> bool:
-        """Tell whether it is worse than the possible's however turns are drawn."""
+        """Return whether the whole interval is beyond the limit."""
         return self.high < LEAST_SHARE
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Cliff(NamedTuple):
 
 
 def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str, list[Point]]:
-    """Return points by size of each curve that has two or more, by its name; those of *ours*, or of all contestants."""
+    """Return curve -> points by size, for curves of *ours* (or of all contestants) with at least two points."""
     found: dict[str, dict[int, Point]] = {}
     records = list(records)
     by_name = {(record.get("section"), record["chosen"].get("operation"), record["chosen"].get("nbytes")): record
@@ -115,13 +115,13 @@ def curves(records: Iterable[Mapping[str, Any]], ours: bool = True) -> dict[str,
 
 
 def has_sums(operation: str) -> bool:
-    """Tell whether a row of ours called so is an exchange whose sums are checked."""
+    """Return whether our row *operation* is an exchange whose sums are checked."""
     return operation != SILENT and not memory_bound.is_row(operation)
 
 
 def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any], bounds: Sequence[Mapping[str, Any]]
            ) -> tuple[Turn, ...]:
-    """Return the turns of a row whose possible is that of the rows *bounds*, or its own word if there are none."""
+    """Return the turns of a row with the bound of the rows *bounds*, or the bound in its record if there are none."""
     cpu_s, samples_s = measured["cpu_s"], _split(chosen, measured)
     if not samples_s:
         return ()
@@ -134,7 +134,7 @@ def _turns(chosen: Mapping[str, Any], measured: Mapping[str, Any], bounds: Seque
 
 
 def _split(chosen: Mapping[str, Any], measured: Mapping[str, Any]) -> list[tuple[float, ...]]:
-    """Return a row's samples turn by turn; none if nobody knows where one ends."""
+    """Return a row's samples turn by turn, or [] if the ends of turns are unknown."""
     samples, n = measured.get("samples_s", ()), chosen.get("n_per_round", 0)
     if not samples or not n or len(samples) != n * len(measured["cpu_s"]):
         return []
@@ -142,9 +142,9 @@ def _split(chosen: Mapping[str, Any], measured: Mapping[str, Any]) -> list[tuple
 
 
 def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
-    """Return every step to the next size after which goodput, latency or CPU per byte is worse than allowed.
+    """Return every step to the next size at which goodput, latency or CPU per byte gets worse than allowed.
 
-    Those that the possible does not explain are `Cliff.is_ours`. The same curves give the same intervals.
+    `Cliff.is_ours` if the bound does not explain it. The intervals are deterministic.
     """
     rng = np.random.default_rng(0)
     steps = []
@@ -168,27 +168,27 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
 
 
 def _ratio(quantity: str, small: Turn, large: Turn) -> float:
-    """Return the time of one operation of *small* by that of *large*; 0: nobody knows."""
+    """Return the time of one operation of *small* divided by that of *large*; 0 if unknown."""
     if quantity == "CPU":
         return small.cpu_s / large.cpu_s if small.cpu_s > 0 and large.cpu_s > 0 else 0.0
     return _time_ratio(quantity, small.samples_s, large.samples_s)
 
 
 def _possible(quantity: str, small: Turn, large: Turn) -> float:
-    """Return the best possible time of *small* by that of *large*; infinite: nobody knows."""
+    """Return the bound of *small* divided by that of *large*; infinity if unknown."""
     return _time_ratio(quantity, small.bound_s, large.bound_s) if small.bound_s and large.bound_s else math.inf
 
 
 def _time_ratio(quantity: str, small_s: Sequence[float], large_s: Sequence[float]) -> float:
     if quantity != "p99":
         return statistics.median(small_s) / statistics.median(large_s)
-    n = len(large_s)  # of more samples the percentile is nearer to the worst one
+    n = len(large_s)  # with more samples the percentile is nearer to the maximum
     parts = [small_s[i:i + n] for i in range(0, max(1, len(small_s) - n + 1), n)]
     return statistics.median(map(_p99_s, parts)) / _p99_s(large_s)
 
 
 def _whole(quantity: str, before: Point, after: Point) -> tuple[float, float]:
-    """Return what `_ratio` and `_possible` do, of all turns: where they are not known, or none can be compared."""
+    """Return `_ratio` and `_possible` of the points; used if turns are unknown or cannot be compared."""
     field = {"goodput": "median_s", "p99": "p99_s", "CPU": "cpu_s"}[quantity]
     small, large = getattr(before, field), getattr(after, field)
     return (float(small / large) if small > 0 and large > 0 else 0.0,
@@ -200,7 +200,7 @@ def _p99_s(samples_s: Iterable[float]) -> float:
 
 
 def _interval(left: list[tuple[float, float]], rng: np.random.Generator) -> tuple[float, float]:
-    """Return between what lies what is left of a row by what is left of the possible, which is at most 1."""
+    """Return the interval of the remaining share of a row divided by that of the bound, which is at most 1."""
     if len(left) < _FEWEST:
         return 0.0, math.inf
     shares, possible = np.median(rng.choice(np.array(left), (_DRAWS, len(left))), axis=1).T

@@ -2,8 +2,8 @@
 
     python -m bpsfast.bench.push_pull.host_rank JSON       {"sizes": [bytes], "n_rounds": 3, "peers": ["gloo"]}
 
-Where a bench on one machine has a coordinator that asks all processes, these ranks keep step by their own barriers, and
-learn how long the slowest one took by a push_pull of the times.
+A bench on one machine has a coordinator for all processes. These ranks have none: they use barriers of their own, and
+exchange their times by push_pull to find the slowest rank.
 """
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ import psutil
 import bpsfast
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import samples
-from bpsfast.bench.harness.bpsfast_rank import Ranks
+from bpsfast.bench.harness.bpsfast_rank import BpsfastRank
 from bpsfast.bench.harness.contestant import Timer
 from bpsfast.bench.harness.peers import Gloo
 from bpsfast.launch.daemons import reserve_port
 
-#: What the line of the rows begins with; libraries may print others.
+#: Prefix of the line with the rows; libraries may print other lines.
 ROWS_MARK = "bpsfast bench rows: "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one rank from `init` to `shutdown`."""
+    """Run one rank from `init` to `shutdown`."""
     options = json.loads(arguments[0])
-    ours = Ranks()
+    ours = BpsfastRank()
     timers = {"numpy": Timer(ours)}
     gloo = None
     if "gloo" in options["peers"]:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(timers: Mapping[str, Timer], nbytes: int, n_rounds: int) -> list[dict[str, Any]]:
-    """Return the samples of each contestant at one size, taken in turns."""
+    """Measure the contestants at one size in turns; return the samples of each."""
     n = samples.batch(nbytes)
     rows: list[dict[str, Any]] = [{"variant": name, "nbytes": nbytes, "n_per_round": n, "n_warmup": max(1, n // 10),
                                    "samples_s": [], "n_wrong": 0} for name in timers]
@@ -64,12 +64,12 @@ def _measure(timers: Mapping[str, Timer], nbytes: int, n_rounds: int) -> list[di
 
 
 def _slowest(samples_s: Sequence[float]) -> list[float]:
-    """Return for each operation how long the slowest rank took, seconds."""
+    """Return the seconds of the slowest rank for each operation."""
     return [float(slowest) for slowest in _of_all(samples_s).max(axis=0)]
 
 
 def _of_all(numbers: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Return the *numbers* of all ranks, a row each."""
+    """Return the *numbers* of all ranks, a row for each rank."""
     table = np.zeros((bpsfast.size(), len(numbers)))
     table[bpsfast.rank()] = numbers
     return np.array(bpsfast.push_pull(table, average=False, name=f"of all {len(numbers)}"))
@@ -77,19 +77,19 @@ def _of_all(numbers: Sequence[float]) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def rendezvous() -> Iterator[dict[str, str]]:
-    """Yield the variables by which gloo's ranks meet, on the network that ours use; the port is kept meanwhile."""
+    """Yield the environment variables of gloo's rendezvous, on the network of our ranks; the port stays reserved."""
     host = parse_address(os.environ["BPSFAST_SCHEDULER"])[0]
     port = np.zeros(1)
     with contextlib.ExitStack() as stack:
         if bpsfast.rank() == 0:
-            port[0] = stack.enter_context(reserve_port(host)).getsockname()[1]  # torch's store binds beside it
+            port[0] = stack.enter_context(reserve_port(host)).getsockname()[1]  # torch's store can bind to it, too
         yield _variables(host, port)
 
 
 def _variables(host: str, port: np.ndarray[Any, Any]) -> dict[str, str]:
     port = bpsfast.broadcast(port, root_rank=0, name="port of gloo")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, 9))  # sends nothing: which of our addresses is on the way there?
+        sock.connect((host, 9))  # sends nothing, but selects our address of this route
         own = sock.getsockname()[0]
     interface = next(name for name, entries in psutil.net_if_addrs().items()
                      if any(entry.address == own for entry in entries))

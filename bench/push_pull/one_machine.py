@@ -1,4 +1,4 @@
-"""All ranks on one machine: every size against peers and the memory bound; latency; a busy GIL; a model's list."""
+"""All ranks on one machine: all sizes compared with peers and the memory bound; latency; a busy GIL; a model's list."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from bpsfast.tools.planner import catalog
 
 _LATENCY_NBYTES = 4 << 10
 _BESIDE_NBYTES = 64 << 20
-#: What memory alone takes is asked from here on: below, a round trip of threads takes longer.
+#: Smallest size with a memory bound; below, a round trip between threads takes longer.
 _BOUND_FROM_NBYTES = 64 << 10
-#: If it is not certain whether our curves have a cliff there are so many times the plan's rounds: asked once, since who
-#: measures until there is none finds none.
+#: Factor of more rounds if it is uncertain whether our curves have a cliff. They are added once only, because repeating
+#: until no cliff is left would bias the result.
 _MOST_TIMES = 3
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:
-    """Measure everything, print tables, return the records of the result file."""
+    """Measure everything, print tables, and return the records of the result file."""
     records: list[dict[str, Any]] = []
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         ours = launcher.bpsfast()
@@ -31,7 +31,7 @@ def run(plan: Plan) -> list[dict[str, Any]]:
         records += _latency(plan, ours, others)
         records += _beside_python(plan, ours)
         records += _gradient_list(plan, ours)
-    with ContestantLauncher(plan.n_ranks, 1) as launcher:  # a job of its own: its memory is that of one model
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:  # a separate job, whose memory is that of one model
         records += steady_state.run(plan, launcher.bpsfast())
     return records
 
@@ -45,7 +45,7 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
                      if nbytes > peers.PIECE_NBYTES or variant == name]
         if nbytes >= _BOUND_FROM_NBYTES:
             rows += [Row(ours, name, nbytes) for variant in plan.operations for name in memory_bound.rows(variant)]
-    take_turns(rows, plan.n_rounds)  # not size by size: what the machine does for a while spoils one turn of each
+    take_turns(rows, plan.n_rounds)  # not size by size, so that other load affects one turn of each size
     records = _records(plan, rows)
     if any(step.is_ours and not step.is_certain for step in cliffs.cliffs(cliffs.curves(records))):
         take_turns(rows, (_MOST_TIMES - 1) * plan.n_rounds)
@@ -55,7 +55,7 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
         bounds = {row.nbytes: row.nbytes / least_s for row in chosen if (least_s := bound_s(row, _bounds(rows, row)))}
         plan.say(table.block(f"{name} ({chosen[0].group.name})", chosen, plan.n_ranks, 1, bounds) + "\n")
     if plan.peers:
-        plan.say(_ratios(plan, rows) + "\n")
+        plan.say(ratios(plan, rows) + "\n")
     plan.say(_memory(plan, rows) + "\n")
     return records
 
@@ -69,8 +69,8 @@ def _bounds(rows: Sequence[Row], row: Row) -> list[Row]:
     return [each for each in rows if each.name in memory_bound.rows(row.variant) and each.nbytes == row.nbytes]
 
 
-def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
-    """How many times faster than each peer's best, by median."""
+def ratios(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return a table: the median of each peer's best variant divided by ours."""
     heads = [f"{operation} / {peer}" for operation in plan.operations for peer in plan.peers]
     lines = [["times faster, by size (B)", *heads]]
     for nbytes in plan.sizes:
@@ -85,10 +85,10 @@ def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def _memory(plan: Plan, rows: Sequence[Row]) -> str:
-    """Measured time beside what memory alone takes.
+    """Return a table of measured times and of those that memory alone takes.
 
-    "most vs. in place" is the most that our time can be better than that of an all-reduce in place which is as fast as
-    memory allows: its streams by ours. A peer is below that only as far as it is slower than memory.
+    "most vs. in place" is the largest possible ratio to an in-place all-reduce that is as fast as memory: its memory
+    streams divided by ours. A larger ratio to a peer means that the peer is slower than memory.
     """
     lines = [["what memory alone takes", "bytes", "GB/s of memory", "streams", "most vs. in place", "memory us", "us",
               "memory/us"]]
@@ -123,7 +123,7 @@ def _percentiles(title: str, rows: Sequence[Row]) -> str:
 
 
 def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:
-    """While rank 0 runs Python in another thread, and without that, in turns."""
+    """Measure in turns with and without a thread on rank 0 that runs Python."""
     quiet = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, quiet") for operation in plan.operations]
     beside = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, beside Python")
               for operation in plan.operations]

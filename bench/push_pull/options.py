@@ -18,5 +18,5 @@ class Plan:
 
     @property
     def n_rounds(self) -> int:
-        """Turns of every contestant at every size."""
+        """Return the number of turns of every contestant at every size."""
         return 3 if self.quick else 9

@@ -1,4 +1,4 @@
-"""``bpsfast bench push_pull -H``: the same operation between real hosts, over the links that a job would have."""
+"""``bpsfast bench push_pull -H``: push_pull between real hosts, over the links that a job would use."""
 from __future__ import annotations
 
 import json
@@ -7,7 +7,8 @@ from typing import Any
 from bpsfast.base import settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.contestant_group import Group
-from bpsfast.bench.harness.samples import Row, best
+from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.push_pull import one_machine
 from bpsfast.bench.push_pull.host_rank import ROWS_MARK
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
@@ -15,20 +16,17 @@ from bpsfast.launch.output import Output, Sink
 from bpsfast.orchestration.errors import PeerLostError
 
 
-class Elsewhere(Group):
-    """A contestant whose processes ran on other hosts: rows need only its name."""
+class RemoteGroup(Group):
+    """A contestant whose processes ran on other hosts; rows need only its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
-    """Measure as *plan* says on *hosts*; print tables, return the records.
+    """Measure *plan* on *hosts*, print tables, and return the records.
 
-    Raises
-    ------
-    PeerLostError
-        If the job of a bench has failed, its output says why; or has said nothing.
+    Raises `PeerLostError` if the job fails (see its output) or reports nothing.
     """
     options = {"sizes": plan.sizes, "n_rounds": plan.n_rounds, "peers": plan.peers}
     program = [hosts.ssh.python, "-m", "bpsfast.bench.push_pull.host_rank", json.dumps(options)]
@@ -41,7 +39,7 @@ def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
     rows = []
     for found in output.rows:
         variant, nbytes = found.pop("variant"), found.pop("nbytes")
-        rows.append(Row(Elsewhere(names.get(variant, variant)), variant, nbytes, **found))
+        rows.append(Row(RemoteGroup(names.get(variant, variant)), variant, nbytes, **found))
     return _report(plan, hosts, rows)
 
 
@@ -54,17 +52,12 @@ def _report(plan: Plan, hosts: ssh_job.SshPlan, rows: list[Row]) -> list[dict[st
         plan.say(table.block(f"{name} ({chosen[0].group.name}), {where}", chosen, plan.n_ranks, n_nodes, {}) + "\n")
         records += [table.record(where, row, plan.n_ranks, n_nodes) for row in chosen]
     if "gloo" in plan.peers:
-        lines = [["times faster, by size (B)", "numpy / gloo"]]
-        for nbytes in plan.sizes:
-            mine, theirs = best(rows, ["numpy"], nbytes), best(rows, ["gloo"], nbytes)
-            assert mine is not None and theirs is not None
-            lines.append([str(nbytes), f"{theirs.median_s / mine.median_s:.2f}"])
-        plan.say(table.plain(lines))
+        plan.say(one_machine.ratios(plan, rows))
     return records
 
 
 class _Collected(Output):
-    """Output whose rank 0 is a program's: the line of its rows becomes `rows`, others are shown."""
+    """Output of a job whose rank 0 prints rows on one line; other lines are shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +65,7 @@ class _Collected(Output):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What rank 0 has measured. Raises `PeerLostError` if it has said nothing of that."""
+        """Return rank 0's rows; raises `PeerLostError` if it has not printed them."""
         if self._rank_0 is None or self._rank_0.found is None:
             raise PeerLostError("the bench's rank 0 has ended well and has not said what it measured: is its bpsfast "
                                 "the one of this machine?")
@@ -87,7 +80,7 @@ class _Collected(Output):
 
 
 class _Rows(Sink):
-    """Takes the line of the rows out of what comes, and passes on all else: libraries print, too."""
+    """Removes the line with the rows from the output, and passes all other output on."""
 
     def __init__(self, further: Sink) -> None:
         self.found: bytes | None = None
@@ -95,7 +88,6 @@ class _Rows(Sink):
         self._line = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """See `Sink`."""
         first, *others = data.split(b"\n")
         self._line += first
         for other in others:
@@ -103,7 +95,6 @@ class _Rows(Sink):
             self._line = bytearray(other)
 
     def finish(self) -> None:
-        """See `Sink`."""
         self._take(bytes(self._line))
         self._line.clear()
         self._further.finish()

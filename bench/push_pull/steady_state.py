@@ -1,4 +1,4 @@
-"""The cost of a step beside time: messages, registrations, allocations, memory, and the node's Python."""
+"""The cost of a step other than time: messages, registrations, allocations, memory, and Python code of the node."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _N_STEPS = 50
 _SPARE_NBYTES = 64 << 20
-#: Counters that must not grow with steps. Asking for them is itself a message: one per rank that asks.
+#: Counters that must not grow with steps. A request for them is itself a message from each rank.
 _CONSTANT = ("control_messages", "registrations", "engine_allocations", "memory_segments")
 
 
 def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
-    """Run 50 steps of the gradient list between two looks at the counters; print and return what grew."""
+    """Run 50 steps of the gradient list; print and return by how much the counters grew."""
     row = Row(ours, "gradients", catalog.load("resnet50").nbytes)
     take_turns([row], 1, n=1, n_warmup=1)
     before = ours.ask("counters", only=[0])[0]
@@ -29,7 +29,7 @@ def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
     found = {
         "n_steps": _N_STEPS,
         "per_step": {name: grown.get(name, 0) / _N_STEPS for name in _CONSTANT},
-        "barriers_and_asks": plan.n_ranks + 2,  # `measure` begins with one barrier, and `counters` asks
+        "barriers_and_asks": plan.n_ranks + 2,  # `measure` begins with a barrier, and `counters` sends a request
         "python_s_per_partition": python_s_per_partition(grown),
         "segments_nbytes": after["memory_segments"],
         "segments_limit_nbytes": segments_limit_nbytes(plan.n_ranks, row.nbytes, after.get("memory_slot", 0)),
@@ -41,13 +41,13 @@ def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
 
 
 def python_s_per_partition(grown: dict[str, int]) -> float | None:
-    """Return CPU seconds of the node's Python loop per partition it decided on; None if no partition came to it."""
+    """Return CPU seconds of the node's Python loop per partition that it handled, or None if it handled none."""
     n_partitions = grown.get("dispatch_partitions", 0)
     return grown["dispatch_cpu_ns"] / 1e9 / n_partitions if n_partitions else None
 
 
 def segments_limit_nbytes(n_local: int, nbytes: int, slots_nbytes: int) -> int:
-    """Return what the segments of a machine with *n_local* ranks may take for *nbytes* of gradients."""
+    """Return the allowed size of the segments of a machine with *n_local* ranks for *nbytes* of gradients."""
     return (n_local + 3) * nbytes + slots_nbytes + _SPARE_NBYTES
 
 

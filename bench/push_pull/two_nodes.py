@@ -1,4 +1,4 @@
-"""Two nodes over TCP, on links that are the limit and on loopback, against raw sockets and gloo."""
+"""Two nodes over TCP, on slow links and on loopback, compared with raw sockets and gloo."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,14 +12,14 @@ from bpsfast.bench.push_pull.steady_state import python_s_per_partition
 from bpsfast.launch.namespaces import Cluster, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
-#: NumPy's arrays, with all connections encrypted, as they are between machines by default.
+#: NumPy arrays with all connections encrypted, which is the default between machines.
 ENCRYPTED = "numpy, encrypted"
-#: Of shaped links: the CPUs are not their limit.
+#: Rate of shaped links, low enough that CPUs are not the bottleneck.
 _RATE = "1gbit"
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:
-    """Measure on shaped links (where namespaces can be made) and on loopback; print tables, return the records."""
+    """Measure on shaped links (if namespaces can be made) and on loopback; print tables, return the records."""
     records: list[dict[str, Any]] = []
     lacking = netns.missing()
     if lacking is None:
@@ -31,7 +31,7 @@ def run(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Take turns over one kind of network. Shaped links are slow: fewer operations, and no job without sums."""
+    """Measure on one kind of network. Shaped links are slow, so with fewer operations and without `sums=off`."""
     shaped = cluster is not None
     rows: list[Row] = []
     with ContestantLauncher(plan.n_ranks, 2, cluster) as launcher:
@@ -54,7 +54,7 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
 
 
 def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
-    """Print the tables of one network, and return its records."""
+    """Print the tables of one network and return its records."""
     records = []
     raw = {nbytes: [row for row in rows if row.name in _RAW and row.nbytes == nbytes] for nbytes in plan.sizes}
     for name in dict.fromkeys(row.name for row in rows):

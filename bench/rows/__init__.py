@@ -1,27 +1,24 @@
-"""``bpsfast bench rows``: the cost of a push of a few rows of a large table, beside that of a dense array.
+"""``bpsfast bench rows``: the cost of a push of a few rows of a large table, compared with a dense array.
 
-Two machines of one rank each, network namespaces with links of their own where that can be, push other rows in every
-step (`program`). A dense table would move its own size out of each machine and into it, and lie there at least three
-times; that is measured with an array that fits.
+Two machines of one rank each (network namespaces with shaped links if possible) push different rows in every step
+(`program`). A dense push would send and receive the table's size on each machine, and need at least three copies of it
+in memory; a smaller array is measured to show that.
 """
 from __future__ import annotations
 
-import json
 import os
-import re
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from bpsfast.base.value_formats import parse_size
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness import job_output, table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.launch.namespaces import netns
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError
 
-#: What is promised of a push of 1 % of the rows: bytes on the wire, of those of the dense table.
+#: Promise for a push of 1 % of the rows: bytes sent, as a share of those of the dense table.
 MOST_OF_DENSE = 0.03
 _DENSE_NBYTES = 64 << 20
 _TIMEOUT_S = 300.0
@@ -30,22 +27,12 @@ _TIMEOUT_S = 300.0
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        table_size ("2G"), row_elements (128): of the table; share (0.01) of its rows that a rank pushes; n_rounds (5)
-        steps; quick: a table of 64 MB, two steps; json_path. All may be None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    PeerLostError, StallError
-        If the job fails, or does not end.
+    *options*, each of which may be missing or None: table_size ("2G"), row_elements (128): of the table; share (0.01)
+    of its rows that a rank pushes; n_rounds (5) steps; quick: a table of 64 MB, two steps; json_path. Raises
+    `ConfigError` if one makes no sense, `PeerLostError` or `StallError` if the job fails or does not end.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    nbytes = parse_size(given.get("table_size") or ("64M" if quick else "2G"))
+    given = BenchRun("rows", options)
+    nbytes = parse_size(given.get("table_size") or ("64M" if given.quick else "2G"))
     dim, share = given.get("row_elements") or 128, given.get("share") or 0.01
     n_rows = (nbytes or 0) // (4 * dim)
     n_pushed = int(n_rows * share)
@@ -55,22 +42,21 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     lacking = netns.missing()
     if lacking is not None:
         print(f"without links of their own ({lacking}): bytes of both machines are counted together, on loopback")
-    began = time.time()
-    ranks = _measure(n_rows, dim, n_pushed, given.get("n_rounds") or (2 if quick else 5),
-                     _DENSE_NBYTES // (16 if quick else 1), lacking is None)
+    ranks = _measure(n_rows, dim, n_pushed, given.rounds(5, quick=2), _DENSE_NBYTES // (16 if given.quick else 1),
+                     lacking is None)
     records = [{"section": rows["name"], "chosen": {"rank": rank, "n_machines_counted": 1 if lacking is None else 2},
                 "measured": rows} for rank, both in enumerate(ranks) for rows in both]
     print(report(records), flush=True)
-    return table.finish("rows", given, began, records)
+    return given.finish(records)
 
 
 def of_dense(measured: Mapping[str, Any], n_machines: int) -> float:
-    """Return the bytes that a machine sent, as a share of what it would send of the dense table: that table's bytes."""
+    """Return the bytes that a machine sent, as a share of those of the dense table."""
     return statistics.median(measured["sent_nbytes"]) / n_machines / measured["nbytes"]
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """Return a table of *records*, a line for each rank and operation."""
+    """Return a table of *records* with a line for each rank and operation."""
     lines = [["", "of MB", "pushed rows", "pulled rows", "ms", "sent MB", "of the dense bytes", "node MB", "#wrong"]]
     for record in records:
         found, n_machines = record["measured"], record["chosen"]["n_machines_counted"]
@@ -86,18 +72,11 @@ def report(records: list[dict[str, Any]]) -> str:
 
 def _measure(n_rows: int, dim: int, n_pushed: int, n_steps: int, dense_nbytes: int,
              on_links: bool) -> list[list[dict[str, Any]]]:
-    """Return what each rank found."""
+    """Return the results of each rank."""
     place = ["-n", "2", "--nodes", "2", *(["--netns"] if on_links else [])]
     command = [sys.executable, "-m", "bpsfast", "run", *place, "--", sys.executable, "-m", "bpsfast.bench.rows.program"]
     environ = {**os.environ, "TABLE_ROWS": str(n_rows), "ROW_ELEMENTS": str(dim), "PUSHED_ROWS": str(n_pushed),
                "STEPS": str(n_steps), "DENSE_NBYTES": str(dense_nbytes), "ON_LINKS": str(int(on_links)),
                "BPSFAST_TRANSPORT": "tcp"}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"pushing {n_pushed} of {n_rows} rows did not end within {_TIMEOUT_S:g} s") from exc
-    ranks = dict(re.findall(r"rank (\d) found (\[.*\])", done.stdout))
-    if done.returncode or sorted(ranks) != ["0", "1"]:
-        raise PeerLostError(f"pushing {n_pushed} of {n_rows} rows ended with {done.returncode}:\n{done.stdout}"
-                            f"{done.stderr}")
-    return [json.loads(ranks[rank]) for rank in sorted(ranks)]
+    what = f"pushing {n_pushed} of {n_rows} rows"
+    return [each["found"] for each in job_output.run(command, what, 2, _TIMEOUT_S, env=environ)]

@@ -1,11 +1,10 @@
 """One rank of ``bpsfast bench rows``: pushes rows of a table, and a dense array; prints times and bytes.
 
-Bytes are what the kernel counts on all interfaces but the loopback one, headers and control messages included; on one
-host without links of its own, those on the loopback interface.
+Bytes are the kernel's counts on all interfaces except loopback, including headers and control messages; without shaped
+links they are those on the loopback interface.
 """
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -14,20 +13,20 @@ from typing import Any
 import numpy as np
 
 import bpsfast
+from bpsfast.bench.harness import job_output
 
 
 def main() -> None:
-    """Push as the environment says (`bench.rows.run` sets it) and print one line of JSON."""
+    """Push with the parameters in the environment (set by `bench.rows.run`) and print one line of JSON."""
     n_rows, dim = int(os.environ["TABLE_ROWS"]), int(os.environ["ROW_ELEMENTS"])
     n_pushed, n_steps, dense_nbytes = (int(os.environ[name]) for name in ("PUSHED_ROWS", "STEPS", "DENSE_NBYTES"))
     bpsfast.init()
-    found = [_rows(n_rows, dim, n_pushed, n_steps), _dense(dense_nbytes, n_steps)]
-    print(f"rank {bpsfast.rank()} found {json.dumps(found)}", flush=True)
+    job_output.tell(bpsfast.rank(), found=[_rows(n_rows, dim, n_pushed, n_steps), _dense(dense_nbytes, n_steps)])
     bpsfast.shutdown()
 
 
 def _rows(n_rows: int, dim: int, n_pushed: int, n_steps: int) -> dict[str, Any]:
-    """Push other rows in each step; the first one, in which there is no room for them, does not count."""
+    """Push different rows in each step; the first step, which allocates memory, does not count."""
     size = bpsfast.size()
     samples_s, sent, n_wrong, n_pulled = [], [], 0, 0
     for step in range(-1, n_steps):
@@ -62,14 +61,14 @@ def _dense(nbytes: int, n_steps: int) -> dict[str, Any]:
 
 
 def _timed(operation: Any) -> tuple[float, int, Any]:
-    """Return seconds, bytes this machine sent, and the result of an operation that all ranks begin together."""
+    """Return the seconds, the bytes sent and the result of an operation that all ranks begin together."""
     bpsfast.barrier()
     before = _sent_nbytes()
-    bpsfast.barrier()  # on loopback nobody sends before all have looked
+    bpsfast.barrier()  # on loopback no rank sends before all have read the counters
     began = time.perf_counter()
     result = operation()
     took_s = time.perf_counter() - began
-    bpsfast.barrier()  # what others wait for has left, too
+    bpsfast.barrier()  # all ranks have also sent what others wait for
     return took_s, _sent_nbytes() - before, result
 
 
@@ -78,7 +77,7 @@ def _drawn(n_rows: int, n_pushed: int, step: int, rank: int) -> np.ndarray[Any, 
 
 
 def _sent_nbytes() -> int:
-    """Return what the kernel says was sent by the interfaces of this network namespace."""
+    """Return the bytes that the interfaces of this network namespace sent, counted by the kernel."""
     sent = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")

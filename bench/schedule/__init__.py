@@ -1,75 +1,62 @@
 """``bpsfast bench schedule``: the gain of sending the most urgent tensors first, and of no barrier between steps.
 
-A training job on machines of their own (network namespaces, links shaped both ways): in the order of arrival or by
-urgency, with a barrier at the end of each step or without; beside it torch's DDP over gloo, and scheduled all-reduces
-over gloo. The same weights, data and layer times everywhere (`training.network`); computing is slept, so that two cores
-only move bytes. `ways` says who takes part, `training.trainer` is one rank, `report` sets what was measured beside what
-the simulator says of the same layers, links, partitions and credit.
+A training job on several machines (network namespaces, links shaped in both directions) sends tensors in order of
+arrival or by priority, with or without a barrier at the end of each step. It is compared with torch's DDP over gloo and
+scheduled all-reduces over gloo. All have the same weights, data and layer times (`timed_network`); layers sleep instead
+of computing, so that two cores only move bytes. `methods` lists the contestants, `trainer` is one rank, `report`
+compares the measurements with the simulator for the same layers, links, partitions and credit.
 
 Source: ByteScheduler (SOSP'19) sections 2 and 6; BytePS (OSDI'20) section 5.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.schedule import report
-from bpsfast.bench.schedule.methods import WAYS, Setup, start
-from bpsfast.launch.namespaces import Cluster, netns
-from bpsfast.orchestration.errors import ConfigError, LackingError
+from bpsfast.bench.schedule.methods import METHODS, Setup, start
+from bpsfast.launch.namespaces import Cluster
+from bpsfast.orchestration.errors import ConfigError
 
-#: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside.
+#: Bits/s of all links together, so slow that the work of two cores for ten machines (sums, hooks, weights) is small.
 _TOTAL_BITS = 0.2e9
 _MODEL, _DIVISOR = "vgg16", 32
 _RATIO = 0.75
-#: Steps of a turn; the first ones fill what overlaps.
+#: Steps of a turn; the first ones fill the pipeline.
 _N_WARMUP, _N_STEPS = 2, 6
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_workers (4), n_helpers (2); model ("vgg16/32"); ratio (0.75): computing to communication, as the optimum
-        would have it; ways ("fifo|priority, crossing|..."), n_rounds (3), json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    LackingError
-        If network namespaces or torch are missing.
+    *options*, each of which may be missing or None: n_workers (4), n_helpers (2); model ("vgg16/32"); ratio (0.75):
+    computing relative to the optimal communication; ways ("fifo|priority, crossing|..."), n_rounds (3),
+    json_path, quick. Raises `ConfigError` if one makes no sense, `LackingError` if network namespaces or torch are
+    missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("schedule", options)
     setup = _setup(given)
-    names = _names(given.get("ways"), quick)
-    lacking = netns.missing()
-    if lacking is not None:
-        raise LackingError(f"bench schedule needs machines with links of their own: {lacking}")
-    began = time.time()
+    names = _names(given.get("ways"), given.quick)
+    given.require_links()
     with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
         rate_bytes = cluster.calibrate("node0", "node1").rate_bytes
         setup = setup.computing(rate_bytes)
         with ContestantLauncher(setup.n_workers, setup.n_workers, cluster) as launcher:
             rows = [Row(start(launcher, name, setup), "step", setup.nbytes, label=name) for name in names]
             for row in rows:
-                row.group.measure("step", row.nbytes, 0, 1)  # it checks its sums once
+                row.group.measure("step", row.nbytes, 0, 1)  # checks its sums once
             alone = Row(rows[0].group, "alone", setup.nbytes, label="alone")
             take_turns([alone], 1, n=_N_STEPS, n_warmup=1)
             phases = alone.group.ask("phases")
-            take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=_N_STEPS, n_warmup=_N_WARMUP)
+            take_turns(rows, given.rounds(3), n=_N_STEPS, n_warmup=_N_WARMUP)
             digests = {row.name: row.group.ask("digest") for row in rows}
         rate_bytes = (rate_bytes + cluster.calibrate("node0", "node1").rate_bytes) / 2
     found = report.Found(setup, rate_bytes, alone, report.slowest(phases), rows, digests)
     print(report.text(found), flush=True)
-    return table.finish("schedule", given, began, report.records(found))
+    return given.finish(report.records(found))
 
 
 def _setup(given: Mapping[str, Any]) -> Setup:
@@ -81,15 +68,15 @@ def _setup(given: Mapping[str, Any]) -> Setup:
         raise ConfigError(f"{n_workers} worker exchanges nothing: bench schedule needs two or more")
     ratio = given.get("ratio") or _RATIO
     setup = Setup(n_workers, n_helpers, model, int(divisor or 1), ratio, _TOTAL_BITS / (n_workers + n_helpers))
-    _ = setup.job  # a model that is not built in is refused now
+    _ = setup.job  # raises for an unknown model
     return setup
 
 
 def _names(text: str | None, quick: bool) -> list[str]:
     if text is None:
-        return [name for name, way in WAYS.items() if way.is_quick or not quick]
+        return [name for name, method in METHODS.items() if method.is_quick or not quick]
     names = text.split("|")
-    unknown = [name for name in names if name not in WAYS]
+    unknown = [name for name in names if name not in METHODS]
     if unknown:
-        raise ConfigError(f"--ways {text!r}: {unknown[0]!r} is none of {', '.join(WAYS)}")
+        raise ConfigError(f"--ways {text!r}: {unknown[0]!r} is none of {', '.join(METHODS)}")
     return names

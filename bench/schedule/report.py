@@ -1,4 +1,4 @@
-"""The report of `bench schedule`, beside the simulator with the same layers, links, partitions and credit."""
+"""The report of `bench schedule`, which compares it with the simulator for the same layers, links and settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.samples import Row
 from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
-from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, PARTITION_NBYTES, WAYS, Setup
+from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, METHODS, PARTITION_NBYTES, Setup
 from bpsfast.launch.namespaces import netns
 from bpsfast.tools.simulator.all_reduce import Ring
 from bpsfast.tools.simulator.network import Costs, uniform
@@ -18,12 +18,17 @@ from bpsfast.tools.simulator.workload import Workload, tensor_nbytes
 
 _DDP_BUCKET_NBYTES = 25 << 20
 _N_SIMULATED = 8
+#: Comparison -> the method and the one that it is compared with.
+_GAINS = {"priority and crossing over fifo with a barrier": ("priority, crossing", "fifo"),
+          "priority over fifo, both crossing": ("priority, crossing", "fifo, crossing"),
+          "priority and crossing over DDP with gloo": ("priority, crossing", "DDP gloo"),
+          "priority over fifo over gloo, both crossing": ("gloo priority, crossing", "gloo fifo, crossing")}
 
 
 @dataclass(frozen=True)
 class Found:
-    """One run. `phases_s`: forward, backward and optimizer of a step `alone`; `digests`: way -> of each rank, how many
-    steps it made and a hash of its weights."""
+    """One run. `phases_s`: seconds of forward, backward and optimizer in a step `alone`; `digests`: method -> number of
+    steps and hash of the weights of each rank."""
 
     setup: Setup
     rate_bytes: float
@@ -34,20 +39,20 @@ class Found:
 
 
 def simulated_s(found: Found, name: str) -> float:
-    """Return what a step takes by the simulator."""
-    way, setup = WAYS[name], found.setup
-    job, optimizer_s = _as_it_ran(setup.job, found.phases_s, way.crosses)
+    """Return the simulated time of a step."""
+    method, setup = METHODS[name], found.setup
+    job, optimizer_s = _as_it_ran(setup.job, found.phases_s, method.crosses)
     workers = uniform(setup.n_workers, 0, found.rate_bytes)
-    if way.trainer.startswith("gloo"):
-        options = Options(priority=way.priority, cross_barrier=way.crosses, partition_nbytes=GLOO_PARTITION_NBYTES,
-                          credit_nbytes=GLOO_CREDIT_NBYTES, optimizer_s=optimizer_s)
+    if method.trainer.startswith("gloo"):
+        options = Options(priority=method.priority, cross_barrier=method.crosses, optimizer_s=optimizer_s,
+                          partition_nbytes=GLOO_PARTITION_NBYTES, credit_nbytes=GLOO_CREDIT_NBYTES)
         return simulate(job, workers, "all-reduce", options, _N_SIMULATED).step_s
-    if way.is_gloo:
+    if method.is_gloo:
         ring = Ring(fusion_nbytes=_DDP_BUCKET_NBYTES // setup.divisor, cycle_s=0.0)
         options = Options(cross_barrier=False, ring=ring, optimizer_s=optimizer_s)
         return simulate(job, workers, "ring", options, _N_SIMULATED).step_s
     links = Costs(queued_answers=True, burst_nbytes=netns.burst_nbytes(setup.rate_bits))
-    options = Options(priority=way.priority, cross_barrier=way.crosses, credit_nbytes=way.credit_nbytes,
+    options = Options(priority=method.priority, cross_barrier=method.crosses, credit_nbytes=method.credit_nbytes,
                       partition_nbytes=PARTITION_NBYTES, fusion_nbytes=Settings().fusion_bytes,
                       optimizer_s=optimizer_s, fold=False)
     return simulate(job, uniform(setup.n_workers, setup.n_helpers, found.rate_bytes, links), "optimal", options,
@@ -55,15 +60,15 @@ def simulated_s(found: Found, name: str) -> float:
 
 
 def slowest(phases: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return the longest of each phase over all ranks."""
+    """Return the longest time of each phase over all ranks."""
     forward_s, backward_s, optimizer_s = map(max, zip(*phases))
     return forward_s, backward_s, optimizer_s
 
 
 def _as_it_ran(job: Workload, phases_s: tuple[float, float, float], crosses: bool) -> tuple[Workload, float]:
-    """Return *job* with what its layers took besides their set times, and the optimizer's time after the last sum.
+    """Return *job* with the measured overhead of its layers, and the optimizer's time after the last sum.
 
-    That is spent on weights and gradients, byte by byte; across the barrier the optimizer's share of a layer, too,
+    Overheads are distributed over layers by bytes; without a barrier each layer also has its share of the optimizer,
     between its sums and its forward.
     """
     nbytes = [sum(tensor_nbytes(job.shapes[name], job.dtype) for name in layer.tensors) for layer in job.layers]
@@ -77,11 +82,11 @@ def _as_it_ran(job: Workload, phases_s: tuple[float, float, float], crosses: boo
 
 
 def weights_agree(found: Found) -> str:
-    """Say whose weights are the same, bit for bit: on all ranks, and of all our ways."""
+    """Return a sentence on whether weights agree bit for bit, on all ranks and between our methods."""
     for name, ranks in found.digests.items():
         if len({digest for _, digest in ranks}) > 1:
             return f"WEIGHTS DIFFER between the ranks of {name}"
-    ours = {name: ranks[0] for name, ranks in found.digests.items() if not WAYS[name].is_gloo}
+    ours = {name: ranks[0] for name, ranks in found.digests.items() if not METHODS[name].is_gloo}
     if len(set(ours.values())) > 1:
         return f"WEIGHTS DIFFER between {', '.join(ours)}"
     steps = next(iter(ours.values()), (0, ""))[0]
@@ -89,7 +94,7 @@ def weights_agree(found: Found) -> str:
 
 
 def text(found: Found) -> str:
-    """Return the table and what it comes to."""
+    """Return the table and the gains."""
     setup, alone_s = found.setup, found.alone.median_s
     lines = [["way", "step s", "simulated", "dev. %", "exposed s", "simulated", "dev. %", "CPU %", ""]]
     steps = {row.name: row.median_s for row in found.rows}
@@ -104,23 +109,15 @@ def text(found: Found) -> str:
     words = [f"# {setup.model}/{setup.divisor}, {setup.nbytes / 1e6:.1f} MB, on {setup.n_workers} workers and "
              f"{setup.n_helpers} helpers; links that move {found.rate_bytes * 8 / 1e6:.1f} Mbit/s of payload each way; "
              f"a step computes {alone_s:.3f} s", table.plain(lines)]
-    for name, (of, over) in gains().items():
+    for name, (of, over) in _GAINS.items():
         if of in steps and over in steps:
             words.append(f"# {name}: {steps[over] / steps[of]:.2f} times as fast (simulated "
                          f"{predicted[over] / predicted[of]:.2f})")
     return "\n".join([*words, f"# {weights_agree(found)}", ""])
 
 
-def gains() -> dict[str, tuple[str, str]]:
-    """Return what is said of -> (the way, the one it is compared with)."""
-    return {"priority and crossing over fifo with a barrier": ("priority, crossing", "fifo"),
-            "priority over fifo, both crossing": ("priority, crossing", "fifo, crossing"),
-            "priority and crossing over DDP with gloo": ("priority, crossing", "DDP gloo"),
-            "priority over fifo over gloo, both crossing": ("gloo priority, crossing", "gloo fifo, crossing")}
-
-
 def records(found: Found) -> list[dict[str, Any]]:
-    """Return one record a way for the result file; seconds and bytes."""
+    """Return one record for each method for the result file; seconds and bytes."""
     setup = found.setup
     return [{
         "section": "schedule",

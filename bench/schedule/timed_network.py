@@ -1,8 +1,8 @@
-"""A network whose layers take a set time: real parameters, gradients and hooks, but computing is slept.
+"""A network whose layers take a set time: it has real parameters, gradients and hooks, but sleeps instead of computing.
 
-Two cores cannot compute for four machines at once, and would be taken from what moves the bytes. A layer here uses each
-of its weights once, cheaply, so that its gradient depends on the weight and on the rank's data; the rest of its time it
-sleeps, as a host does whose accelerator works.
+Two cores cannot compute for four machines and move bytes at the same time. A layer here uses each of its weights once,
+cheaply, so that its gradient depends on the weight and on the rank's data. It sleeps for the rest of its time, like a
+host whose accelerator works.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 20
 
 
 class TimedLayer(torch.nn.Module):
-    """One layer of a workload; gradients are there when its backward time is over."""
+    """One layer of a workload; its gradients are ready when its backward time is over."""
 
     def __init__(self, layer: Layer, job: Workload, generator: torch.Generator) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class TimedLayer(torch.nn.Module):
         self.sleeps = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return *x*, a vector, a little longer or shorter."""
+        """Return the vector *x*, slightly scaled."""
         for weight in self.weights:
             x = x * (1 + _SCALE * (weight * weight).sum())
         return _Sleep.apply(x, *self._times_s) if self.sleeps else x
 
 
 class _Sleep(torch.autograd.Function):
-    """Hands through what it gets, after a time."""
+    """Returns its input after a time."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -50,11 +50,11 @@ class _Sleep(torch.autograd.Function):
 
 
 def network(job: Workload) -> torch.nn.Sequential:
-    """Return the network of *job*, the same weights in every process."""
+    """Return the network of *job*, with the same weights in every process."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.nn.Sequential(*(TimedLayer(layer, job, generator) for layer in job.layers))
 
 
 def data(rank: int, step: int) -> torch.Tensor:
-    """Return what *rank* trains on in *step*."""
+    """Return the input of *rank* in *step*."""
     return torch.sin(torch.arange(8, dtype=torch.float32) + 1 + rank + 0.1 * step)

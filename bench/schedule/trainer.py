@@ -1,8 +1,7 @@
-"""One rank of a training job on a timed network: bpsfast, or torch's DDP or scheduled all-reduces over gloo."""
+"""One rank of a training job on a timed network, with bpsfast, torch's DDP, or scheduled all-reduces over gloo."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import GroupMember, JobMember, Operation
 from bpsfast.bench.schedule.methods import divided
 from bpsfast.bench.schedule.timed_network import TimedLayer, data, network
 from bpsfast.tools.simulator.workload import Workload
@@ -20,84 +19,78 @@ _DDP_BUCKET_MIB = 25.0
 
 
 class Trainer:
-    """One rank. Variants of `operation`: ``step`` is a step of the job; ``alone`` one of a network of its own.
+    """One rank. Variants of `operation`: ``step`` is a step of the job, ``alone`` a step without communication.
 
-    Parameters
-    ----------
-    way
-        "barrier" and "crossing": `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in whatever order
-        the job's settings say. "ddp": DistributedDataParallel over gloo. "gloo fifo", "gloo priority": all-reduces over
-        gloo by `bpsfast.torch.schedule`, each layer's forward waiting for its own.
-    model, divisor, compute_s
-        As `ways.divided` takes them.
-    partition_nbytes, credit_nbytes
-        Of the scheduled all-reduces.
+    *method*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the
+    order of the job's settings; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
+    all-reduces over gloo by `bpsfast.torch.schedule`, with *partition_nbytes* and *credit_nbytes*, where the forward
+    pass of a layer waits for its own. *model*, *divisor* and *compute_s*: see `methods.divided`.
     """
 
-    def __init__(self, way: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
+    def __init__(self, method: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
                  credit_nbytes: int = 0) -> None:
         torch.set_num_threads(1)
         self._job = divided(model, divisor, compute_s)
         self._network = network(self._job)
-        make: dict[str, Callable[[], _Way]] = {
+        make: dict[str, Callable[[], _Averaging]] = {
             "barrier": lambda: _Ours(self._network, False), "crossing": lambda: _Ours(self._network, True),
             "ddp": lambda: _Ddp(self._network, divisor),
             "gloo fifo": lambda: _Scheduled(self._network, False, partition_nbytes, credit_nbytes),
             "gloo priority": lambda: _Scheduled(self._network, True, partition_nbytes, credit_nbytes)}
-        self._way = make[way]()
-        self.rank = self._way.rank
+        self._method = make[method]()
+        self.rank = self._method.rank
         self._n_steps = 0
         self._alone: _Alone | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class; *nbytes* is the network's."""
+        """Return the operation of *variant*; *nbytes* is the network's."""
         if variant == "alone":
             self._alone = _Alone(self._job, self.rank)
             return Operation(self._alone.step, lambda known: None, lambda: 0)
         return Operation(self._step, lambda known: None, self._n_wrong)
 
     def _step(self) -> None:
-        self._way.step(data(self.rank, self._n_steps))
+        self._method.step(data(self.rank, self._n_steps))
         self._n_steps += 1
 
     def _n_wrong(self) -> int:
-        """Count the weights that differ from those of one process which has seen the data of all ranks."""
+        """Count the weights that differ from those of a single process that trains on the data of all ranks."""
         assert self._n_steps == 1, "sums are checked once, after the first step"
         reference = network(self._job)
         optimizer = _sgd(reference)
         for layer in _layers(reference):
             layer.sleeps = False
-        (sum(reference(data(rank, 0)).sum() for rank in range(self._way.size)) / self._way.size).backward()
+        (sum(reference(data(rank, 0)).sum() for rank in range(self._method.size)) / self._method.size).backward()
         optimizer.step()
-        self._way.settle()
+        self._method.settle()
         return sum(int((~torch.isclose(ours, theirs, rtol=1e-5, atol=1e-8)).sum())
                    for ours, theirs in zip(self._network.parameters(), reference.parameters()))
 
     def digest(self) -> tuple[int, str]:
-        """Return how many steps were made, and a hash of all weights."""
-        self._way.settle()
+        """Return the number of steps so far, and a hash of all weights."""
+        self._method.settle()
         found = hashlib.sha256()
         for weight in self._network.parameters():
             found.update(weight.detach().numpy().tobytes())
         return self._n_steps, found.hexdigest()
 
     def phases(self) -> tuple[float, float, float]:
-        """Return what forward, backward and optimizer of the steps ``alone`` took, medians in seconds."""
+        """Return the median seconds of forward, backward and optimizer in the steps ``alone``."""
         assert self._alone is not None, "nothing was measured alone"
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*self._alone.phases_s))
         return forward_s, backward_s, optimizer_s
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
-        self._way.barrier()
+        self._method.barrier()
 
     def close(self) -> None:
         """Leave the job."""
-        self._way.close()
+        self._method.close()
 
 
-class _Way(Protocol):
-    """How gradients are averaged."""
+class _Averaging(Protocol):
+    """A method to average gradients."""
 
     rank: int
     size: int
@@ -106,7 +99,7 @@ class _Way(Protocol):
         """Train once."""
 
     def settle(self) -> None:
-        """Make what updates are still due."""
+        """Make the pending updates."""
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
@@ -115,13 +108,11 @@ class _Way(Protocol):
         """Leave the job."""
 
 
-class _Ours:
+class _Ours(JobMember):
     def __init__(self, net: torch.nn.Module, crosses: bool) -> None:
         import bpsfast.torch as bps
 
-        bps.init()
-        self._bps = bps
-        self.rank, self.size = bps.rank(), bps.size()
+        super().__init__(bps)
         self._network = net
         self._crosses = crosses
         self._optimizer: Any = bps.DistributedOptimizer(
@@ -136,34 +127,13 @@ class _Ours:
         if self._crosses:
             self._optimizer.settle()
 
-    def barrier(self) -> None:
-        self._bps.barrier()
 
-    def close(self) -> None:
-        self._bps.shutdown()
+class _Ddp(GroupMember):
+    """DistributedDataParallel over gloo."""
 
-
-class _Gloo:
-    """Joins the group of torch.distributed; the rendezvous is in the environment."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        self._dist = dist
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def barrier(self) -> None:
-        self._dist.barrier()
-
-    def close(self) -> None:
-        self._dist.destroy_process_group()
-
-
-class _Ddp(_Gloo):
     def __init__(self, net: torch.nn.Module, divisor: int) -> None:
-        super().__init__()
-        # its buckets are to the tensors what they usually are
+        super().__init__("gloo")
+        # buckets are as much smaller as the tensors
         self._network = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_DDP_BUCKET_MIB / divisor)
         self._optimizer = _sgd(net)
 
@@ -173,14 +143,14 @@ class _Ddp(_Gloo):
         self._optimizer.step()
 
     def settle(self) -> None:
-        """Nothing is due after a step."""
+        """Do nothing, because a step leaves no pending updates."""
 
 
-class _Scheduled(_Gloo):
-    """What a trainer of one's own does with `bpsfast.torch.schedule`: each layer has its optimizer and waits for it."""
+class _Scheduled(GroupMember):
+    """A trainer with `bpsfast.torch.schedule`: each layer has its own optimizer and waits for its own gradients."""
 
     def __init__(self, net: torch.nn.Module, by_urgency: bool, partition_nbytes: int, credit_nbytes: int) -> None:
-        super().__init__()
+        super().__init__("gloo")
         from bpsfast.torch import schedule
 
         self._network = net
@@ -220,7 +190,7 @@ class _Scheduled(_Gloo):
 
 
 class _Alone:
-    """The same network without any exchange: what a step computes, and its optimizer."""
+    """The same network without communication: forward, backward and optimizer of a step."""
 
     def __init__(self, job: Workload, rank: int) -> None:
         self._network = network(job)
@@ -231,15 +201,13 @@ class _Alone:
     def step(self) -> None:
         """Train once."""
         self._optimizer.zero_grad()
-        times_s = [time.perf_counter()]
+        begin_s = time.perf_counter()
         loss = self._network(self._x).sum()
-        times_s.append(time.perf_counter())
+        forward_s = time.perf_counter()
         loss.backward()
-        times_s.append(time.perf_counter())
+        backward_s = time.perf_counter()
         self._optimizer.step()
-        times_s.append(time.perf_counter())
-        forward_s, backward_s, optimizer_s = (end - begin for begin, end in itertools.pairwise(times_s))
-        self.phases_s.append((forward_s, backward_s, optimizer_s))
+        self.phases_s.append((forward_s - begin_s, backward_s - forward_s, time.perf_counter() - backward_s))
 
 
 def _sgd(net: torch.nn.Module) -> torch.optim.SGD:

@@ -1,8 +1,8 @@
-"""One rank of a soak: small steps, one after the other, every sum checked.
+"""One rank of a soak: small steps, one after another, in which every sum is checked.
 
     python -m bpsfast.bench.soak.rank FILE SECONDS
 
-Writes JSON lines: ``{"step": 1000}`` now and then, at last ``{"end": "ok", "steps": ..., "wrong": ...}``.
+Writes JSON lines: ``{"step": 1000}`` from time to time, finally ``{"end": "ok", "steps": ..., "wrong": ...}``.
 """
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ import numpy.typing as npt
 
 import bpsfast
 
-#: Elements of each gradient: a group's worth of small ones, and one of several partitions.
+#: Elements of each gradient: small ones that fill a group, and one of several partitions.
 SIZES = (3, 100, 1000, 20_000)
-#: Element j of gradient i begins with FIRST[i] + j: no two are the same, so bytes at another place are seen.
+#: Element j of gradient i starts as FIRST[i] + j; all differ, so misplaced bytes are detected.
 FIRST = tuple(sum(SIZES[:i]) for i in range(len(SIZES)))
-#: Inputs repeat after so many steps, and remain numbers that float32 holds exactly, as their sums do.
+#: Inputs repeat after this many steps, so that they and their sums remain exact in float32.
 PERIOD = 1000
-#: All ranks stop after the same step: they ask whether to go on every so many.
+#: Ranks decide together every this many steps whether to go on, so all stop after the same step.
 ROUND = 100
 
 
 def base(gradient: int) -> npt.NDArray[np.float32]:
-    """Return what is the same in each rank's input, in each step."""
+    """Return the part of the input that is equal on all ranks and in all steps."""
     return np.arange(FIRST[gradient], FIRST[gradient] + SIZES[gradient], dtype=np.float32)
 
 
 def added(rank: int, step: int) -> int:
-    """Return what is added to that: never nothing, and of no two ranks the same."""
+    """Return the number added to `base`: never 0, and different on each rank."""
     return rank + 1 + step % PERIOD
 
 
 def main(arguments: list[str]) -> int:
-    """Train until the time is over; 1 if a sum was wrong."""
+    """Train until the time is over; return 1 if a sum was wrong."""
     path, seconds = Path(arguments[0]), float(arguments[1])
     bpsfast.init()
     rank, size = bpsfast.rank(), bpsfast.size()

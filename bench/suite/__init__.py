@@ -1,7 +1,7 @@
 """``bpsfast bench suite``: runs all benchmarks that this machine can run, and writes one report with a verdict.
 
-Each bench prints its tables and writes its result file as it does alone; the report says of the machine what limits it,
-whether sums were right, how near the formulas it came, and whether a curve over sizes has a cliff.
+Each bench prints its tables and writes its result file as it does alone. The report states the machine's bottleneck,
+whether sums were right, how near to the formulas it came, and whether a curve over sizes has a cliff.
 """
 from __future__ import annotations
 
@@ -22,18 +22,11 @@ _WIDTH = 80
 
 
 def run(options: Mapping[str, Any]) -> bool:
-    """Run the benches and write ``report.json`` and ``report.html`` beside their files; say whether all went well.
+    """Run the benches, write ``report.json`` and ``report.html`` into their folder, and return whether all passed.
 
-    Parameters
-    ----------
-    options
-        folder (where to), quick, only ("kernels,post": None for all). A verdict that is bad is no failure: it says
-        something of the machine; a wrong result, or a bench that fails, is, and so is a suite of which nothing can run.
-
-    Raises
-    ------
-    ConfigError
-        If *only* names no bench of the suite.
+    *options*: folder, quick, only ("kernels,post"; None for all). A bad verdict is no failure, because it is about the
+    machine; a wrong result, a bench that fails, and a suite that can run nothing are failures. Raises `ConfigError` if
+    *only* has a name that is no bench of the suite.
     """
     chosen, folder = _chosen(options.get("only")), Path(options["folder"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ _MARKS = {True: ("good", "yes"), False: ("bad", "no"), None: ("", "")}
 
 
 def page(title: str, machine: Mapping[str, Any], found: Sequence[Verdict], outcomes: Sequence[Outcome]) -> str:
-    """Return the file's text; without plots where matplotlib is missing, and a line that says so."""
+    """Return the file's text; without matplotlib it has a note in place of the plots."""
     lines = ["<!DOCTYPE html>", f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
              f"<style>{_STYLE}</style></head><body>", f"<h1>{html.escape(title)}</h1>",
              f"<p>{html.escape(describe(machine))}</p>", "<h2>Verdict</h2>"]
@@ -41,7 +41,7 @@ def page(title: str, machine: Mapping[str, Any], found: Sequence[Verdict], outco
 
 
 def describe(machine: Mapping[str, Any]) -> str:
-    """Return a machine in one line."""
+    """Return a description of a machine in one line."""
     return (f"{machine['cpu']}, {machine['n_threads']} threads ({machine['n_usable']} usable), "
             f"{machine['memory_nbytes'] / 2**30:.0f} GiB, load average {machine['load_average'][0]:.1f}, bpsfast "
             f"{machine['versions'].get('bpsfast', '?')}")
@@ -52,7 +52,7 @@ def _mark(verdict: Verdict) -> tuple[str, str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """Return a table; of each row the second cell is the class of the third."""
+    """Return a table; the second cell of each row is the CSS class of the third."""
     lines = ["<table><tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     for first, name, second, third in rows:
         lines.append(f'<tr><td>{html.escape(first)}</td><td class="{name}">{html.escape(second)}</td>'
@@ -77,7 +77,7 @@ def _plots(outcomes: Sequence[Outcome]) -> list[str]:
 
 def draw(panel: Any, title: str, value: Callable[[cliffs.Point], float], curves: Mapping[str, Sequence[cliffs.Point]]
          ) -> None:
-    """Draw one value of each curve's points over sizes."""
+    """Draw *value* of each curve's points over sizes."""
     for name, points in curves.items():
         panel.plot([point.nbytes for point in points], [value(point) for point in points], ".-", label=name)
     panel.set(xscale="log", yscale="log", xlabel="bytes", title=title)

@@ -1,4 +1,4 @@
-"""The benchmarks of the suite: their options, and what this machine lacks for them."""
+"""The benchmarks of the suite, their options, and what this machine lacks for them."""
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +26,7 @@ def _needs_nothing() -> str | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """One bench: its module's ``run``, options beside quick and json_path, and why it cannot run here, or None."""
+    """One bench: its module's ``run``, options other than quick and json_path, and why it cannot run here, or None."""
 
     name: str
     module: str
@@ -52,7 +52,7 @@ PIECES = (
 
 @dataclass
 class Outcome:
-    """What came of a piece: its records, what it printed; `state` is "done", or why there are none."""
+    """Result of a piece: its records and its output; `state` is "done", or why there are no records."""
 
     name: str
     state: str = "done"
@@ -63,32 +63,30 @@ class Outcome:
 
 
 def run(piece: Piece, quick: bool, folder: Path) -> Outcome:
-    """Run one bench, which prints as always, and writes ``NAME.jsonl`` into *folder*. An error becomes its state."""
+    """Run one bench, which prints as usual, and writes ``NAME.jsonl`` into *folder*; an error becomes the state."""
     lacking = piece.lacking()
     if lacking is not None:
         return Outcome(piece.name, f"not here: {lacking}")
     module = importlib.import_module(f"bpsfast.bench.{piece.module}")
-    path = str(folder / f"{piece.name}.jsonl")
+    is_document = piece.module == "kernels"  # it writes one JSON document
+    path = str(folder / f"{piece.name}.{'json' if is_document else 'jsonl'}")
     tee, began = _Tee(), time.monotonic()
     outcome = Outcome(piece.name)
     try:
         with contextlib.redirect_stdout(tee):
-            if piece.module == "kernels":  # the oldest bench, which takes no dictionary and writes one document
-                path = str(folder / f"{piece.name}.json")
-                outcome.records = [{"measured": each} for each in module.run(json_path=path, quick=quick)["rows"]]
-            else:
-                outcome.records = module.run({**piece.options, "quick": quick, "json_path": path})[1:]
+            found = module.run({**piece.options, "quick": quick, "json_path": path})
+        outcome.records = [{"measured": each} for each in found["rows"]] if is_document else found[1:]
     except (BpsError, OSError) as exc:
         first, *more = f"{type(exc).__name__}: {exc}".splitlines()
         outcome.state, outcome.is_failed = " ".join([first, *more[-1:]]), True
-        if more:  # a rank's traceback, whose last line says what it was
+        if more:  # a rank's traceback, whose last line has the error
             print("\n".join([first, *more]), file=tee)
     outcome.took_s, outcome.text = time.monotonic() - began, tee.getvalue()
     return outcome
 
 
 class _Tee(io.StringIO):
-    """Keeps what is printed, and prints it."""
+    """Keeps the output and prints it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The suite's verdict on this machine: its limit, how near it comes to the formulas, whether it has cliffs."""
+"""The suite's verdict on this machine: its bottleneck, how near it comes to the formulas, whether it has cliffs."""
 from __future__ import annotations
 
 import statistics
@@ -11,13 +11,13 @@ from bpsfast.bench.suite.pieces import Outcome
 _NEAR = 0.8
 _BUSY = 0.8
 _MOST_CLIFFS = 4
-#: Plain sockets, which move bytes that nobody looks at.
+#: Plain sockets, whose bytes are not checked.
 _RAW = "raw"
 Record = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """One line: what was asked, the answer, and whether it is good (None: nothing was promised)."""
+    """One line: the question, the answer, and whether it is good (None: nothing was promised)."""
 
     question: str
     answer: str
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
 
 def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what can be said of the pieces that ran."""
+    """Return the verdicts on the pieces that ran."""
     by_name = {outcome.name: outcome.records for outcome in outcomes if outcome.records}
     found = [_wrong(outcomes)]
     if "summation" in by_name:
@@ -67,38 +67,38 @@ def _memory(records: Sequence[Record]) -> Verdict:
 
 
 def _one_machine(records: Sequence[Record]) -> Verdict:
-    rows = [record for record in records if record["section"] == "by size" and record["measured"].get("efficiency")
-            and record["chosen"]["operation"] == "numpy"]
-    if not rows:
+    largest = _largest(records, "by size")
+    if largest is None:
         return Verdict("push_pull, one machine", "no size at which it was asked what memory allows")
-    largest = max(rows, key=lambda record: record["chosen"]["nbytes"])
     share, nbytes = largest["measured"]["efficiency"], largest["chosen"]["nbytes"]
     what = "memory limits it" if share >= _NEAR else "not memory alone: other programs, or the CPU"
     return Verdict("push_pull, one machine", f"{share:.2f} of what memory allows at {nbytes} B: {what}", share >= _NEAR)
 
 
+def _largest(records: Sequence[Record], section: str) -> Record | None:
+    """Return the record of the largest size at which push_pull of NumPy arrays has a bound, in *section*."""
+    rows = [record for record in records if record["section"] == section and record["measured"].get("efficiency")
+            and record["chosen"]["operation"] == "numpy"]
+    return max(rows, key=lambda record: record["chosen"]["nbytes"], default=None)
+
+
 def _nodes(records: Sequence[Record]) -> list[Verdict]:
     found = []
     for section in dict.fromkeys(record["section"] for record in records):
-        rows = [record for record in records if record["section"] == section and record["measured"].get("efficiency")
-                and record["chosen"]["operation"] == "numpy"]
-        if not rows:
+        largest = _largest(records, section)
+        if largest is None:
             continue
-        largest = max(rows, key=lambda record: record["chosen"]["nbytes"])
         measured = largest["measured"]
         busy, share = statistics.fmean(measured["cpu_busy"]), measured["efficiency"]
-        is_cpu, is_network = busy >= _BUSY, share >= _NEAR and section != "loopback"  # which has no rate of its own
+        is_cpu, is_network = busy >= _BUSY, share >= _NEAR and section != "loopback"  # loopback has no rate of its own
         what = "the network limits it" if is_network else "the CPU limits it" if is_cpu else "neither is full"
+        cpu_s_per_gb = statistics.median(measured["cpu_s"]) / largest["chosen"]["nbytes"] * 1e9
         each_way = 8 * largest["chosen"]["nbytes"] / measured["median_s"] / 1e9
         found.append(Verdict(f"push_pull, two nodes, {section}",
                              f"{each_way:.2f} Gbit/s of gradients, {share:.2f} of raw sockets, CPUs {100 * busy:.0f} % "
-                             f"busy, {_cpu_per_gb(largest):.2f} CPU s/GB: {what}",
+                             f"busy, {cpu_s_per_gb:.2f} CPU s/GB: {what}",
                              None if is_cpu and not is_network else share >= _NEAR))
     return found
-
-
-def _cpu_per_gb(record: Record) -> float:
-    return float(statistics.median(record["measured"]["cpu_s"]) / record["chosen"]["nbytes"] * 1e9)
 
 
 def _formula(records: Sequence[Record]) -> Verdict:

@@ -1,72 +1,93 @@
-"""``bpsfast bench model``: trains whole models, by bpsfast and by others, on synthetic or real data.
+"""``bpsfast bench model``: trains whole models with bpsfast and other backends, on synthetic or real data.
 
-The small ones are real networks of few layers, for CPUs; the full ones have the published number of parameters, for
-GPUs. Backends take turns; after each run all ranks of one must have the same weights, bit for bit. `models` says what
-trains, `samples` on what, `backends` who averages, `rank` is one rank; ``python -m bpsfast.bench.training`` is one of a
-job that somebody else has started (``bpsfast run``, ``bpsfast dmlc``, torchrun, horovodrun).
+Small models are real networks of few layers, for CPUs; full ones have the published number of parameters, for GPUs.
+Backends take turns; after each run all ranks of one must have the same weights, bit for bit. `models` has the models,
+`samples` the data, `backends` the backends that average gradients, `rank` one rank. ``python -m
+bpsfast.bench.training`` is one rank of a job that another launcher has started (``bpsfast run``, ``bpsfast dmlc``,
+torchrun, horovodrun).
 
 Source: the artifact of BytePS (OSDI'20), whose training scripts print the same two speeds.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import shape_of
-from bpsfast.bench.training.speed import Speed
 from bpsfast.orchestration.errors import ConfigError
 
 _N_STEPS, _QUICK_STEPS, _N_WARMUP = 10, 2, 2
 
 
+class Speed(NamedTuple):
+    """The speed of steps of *step_s* seconds: *batch* samples of *length* tokens (0: images) on each of *n_ranks*."""
+
+    step_s: float
+    batch: int
+    n_ranks: int
+    length: int = 0
+
+    @property
+    def unit(self) -> str:
+        """Return the unit, "tokens" or "images"."""
+        return "tokens" if self.length else "images"
+
+    @property
+    def of_one(self) -> float:
+        """Return the images or tokens a second of one rank."""
+        return self.batch * (self.length or 1) / self.step_s
+
+    @property
+    def total(self) -> float:
+        """Return the images or tokens a second of all ranks."""
+        return self.of_one * self.n_ranks
+
+    def text(self) -> str:
+        """Return the speeds of one rank and of all in a line."""
+        one = (f"{1 / self.step_s:,.4g} steps/s, {self.of_one:,.4g} tokens/s" if self.length
+               else f"{self.of_one:,.4g} images/s")
+        return f"one rank: {one}; total of {self.n_ranks} ranks: {self.total:,.0f} {self.unit}/s"
+
+
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Train as *options* say, print the speeds, and return (and write) the records.
+    """Train, print the speeds, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        model; backend ("bpsfast,gloo"), size ("small" or "full"), n_ranks (2, on this machine), batch (of a rank; the
-        model's own), device ("cpu" or "cuda"; a full model wants cuda), data (a path, see `samples.real`), n_steps of a
-        turn (10), n_rounds (3), json_path, quick. All but the model may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense, or something is missing.
+    *options*, of which all but the model may be missing or None: model; backend ("bpsfast,gloo"), size ("small" or
+    "full"), n_ranks (2, on this machine), batch (of a rank; the model's own), device ("cpu" or "cuda"; a full model
+    needs cuda), data (a path, see `samples.real`), n_steps of a turn (10), n_rounds (3), json_path, quick. Raises
+    `ConfigError` if one makes no sense, or a package or device is missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("model", options)
     chosen = settled(given)
     names = chosen.pop("backend").split(",")
-    quick, n_ranks = bool(given.get("quick")), given.get("n_ranks", 2)
+    n_ranks = given.get("n_ranks", 2)
     for name in names:
         backends.check(name)
-    n_steps = given.get("n_steps") or (_QUICK_STEPS if quick else _N_STEPS)
-    began = time.time()
+    n_steps = given.get("n_steps") or (_QUICK_STEPS if given.quick else _N_STEPS)
     with ContestantLauncher(n_ranks, 1) as launcher:
         groups = [launcher.training(name, {**chosen, "backend": name}) for name in names]
         rows = [Row(group, "step", 0, label=name) for name, group in zip(names, groups)]
-        take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=n_steps, n_warmup=_N_WARMUP)
+        take_turns(rows, given.rounds(3), n=n_steps, n_warmup=_N_WARMUP)
         digests = {row.name: row.group.ask("digest") for row in rows}
         losses = {row.name: row.group.ask("losses_so_far") for row in rows}
     speeds = {row.name: speed(chosen, row.median_s, n_ranks) for row in rows}
     records = [record(chosen, row, speeds[row.name], losses[row.name], digests[row.name]) for row in rows]
     print(text(chosen, records, speeds), flush=True)
-    return table.finish("model", given, began, records)
+    return given.finish(records)
 
 
 def weights_agree(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether all ranks of each backend have made the same steps and have the same weights, bit for bit."""
+    """Return whether all ranks of each backend made the same steps and have the same weights, bit for bit."""
     return not any(record["measured"]["n_wrong"] for record in records if record.get("section") == "training")
 
 
 def settled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `rank.TrainingRank` that *given* ones come to; raises `ConfigError` for bad ones."""
+    """Return the options of `rank.TrainingRank` for the *given* ones; raises `ConfigError` for bad ones."""
     name, size = given["model"], given.get("size") or "small"
     shape = shape_of(name, size)
     batch = given.get("batch") or shape.batch
@@ -86,7 +107,7 @@ def settled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed(chosen: Mapping[str, Any], step_s: float, n_ranks: int) -> Speed:
-    """Return how fast steps of *step_s* are."""
+    """Return the speed of steps of *step_s* seconds."""
     return Speed(step_s, chosen["batch"], n_ranks, shape_of(chosen["model"], chosen["size"]).length)
 
 
@@ -106,7 +127,7 @@ def text(chosen: Mapping[str, Any], records: Sequence[Mapping[str, Any]], speeds
 
 def record(chosen: Mapping[str, Any], row: Row, found: Speed, losses: Sequence[Sequence[float]],
            digests: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return one backend's row of the result file; *losses* and *digests* by rank."""
+    """Return one backend's row of the result file; *losses* and *digests* have an item for each rank."""
     return {
         "section": "training",
         "chosen": {**chosen, "backend": row.name, "n_ranks": found.n_ranks, "length": found.length,

@@ -24,7 +24,7 @@ from bpsfast.bench.training.models import MODELS, SIZES
 @click.option("--rounds", "n_rounds", type=click.IntRange(1), default=10, show_default=True, help="Each is told.")
 @exit_codes.exit_on_error
 def main(n_warmup: int, n_steps: int, n_rounds: int, **options: str | int | None) -> None:
-    """Train MODEL and print the speed of one rank and of all. The launcher's environment says how many there are."""
+    """Train MODEL and print the speed of one rank and of all. The number of ranks is in the launcher's environment."""
     chosen = training.settled({name: value for name, value in options.items() if value is not None})
     backends.check(chosen["backend"])
     from bpsfast.bench.training.rank import TrainingRank

@@ -1,11 +1,13 @@
 """The backends that average gradients: bpsfast, torch's DistributedDataParallel over gloo or NCCL, or Horovod."""
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from bpsfast.bench.harness.contestant import GroupMember, JobMember
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One rank's membership of the job."""
+    """One rank's membership in a job."""
 
     rank: int
     size: int
@@ -21,7 +23,7 @@ class Backend(Protocol):
 
     def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Return both as ones that train with all ranks, from rank 0's weights."""
+        """Return a model and an optimizer that train with all ranks, starting from rank 0's weights."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -30,39 +32,29 @@ class Backend(Protocol):
         """Leave the job."""
 
 
-class _Bpsfast:
-    def __init__(self) -> None:
-        import bpsfast.torch as bps
+class _Library(JobMember):
+    """Membership by `bpsfast.torch` or `horovod.torch`, which have the same functions."""
 
-        bps.init()
-        self._bps = bps
-        self.rank, self.size, self.local_rank = bps.rank(), bps.size(), bps.local_rank()
+    def __init__(self, module: str) -> None:
+        super().__init__(importlib.import_module(module))
+        self.local_rank = self._library.local_rank()
 
     def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        self._bps.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model, self._bps.DistributedOptimizer(optimizer, model.named_parameters())
-
-    def barrier(self) -> None:
-        self._bps.barrier()
-
-    def close(self) -> None:
-        self._bps.shutdown()
+        self._library.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, self._library.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
-class _Ddp:
-    """The rendezvous is in the environment, as torchrun sets it. All is as it comes: buckets, buffers from rank 0."""
+class _Ddp(GroupMember):
+    """Membership in a process group, with DistributedDataParallel's defaults (buckets, buffers from rank 0)."""
 
     def __init__(self, backend: str) -> None:
         import torch
-        import torch.distributed as dist
 
         self.local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or 0)
         if backend == "nccl":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
-        dist.init_process_group(backend)
-        self._dist = dist
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        super().__init__(backend)
 
     def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -70,40 +62,15 @@ class _Ddp:
 
         return DistributedDataParallel(model), optimizer
 
-    def barrier(self) -> None:
-        self._dist.barrier()
 
-    def close(self) -> None:
-        self._dist.destroy_process_group()
-
-
-class _Horovod:
-    def __init__(self) -> None:
-        import horovod.torch as hvd
-
-        hvd.init()
-        self._hvd: Any = hvd
-        self.rank, self.size, self.local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
-
-    def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-                    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-
-    def barrier(self) -> None:
-        self._hvd.barrier()
-
-    def close(self) -> None:
-        self._hvd.shutdown()
-
-
-#: Name -> how a rank joins.
+#: Name -> function with which a rank joins.
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
-    "bpsfast": _Bpsfast, "gloo": lambda: _Ddp("gloo"), "nccl": lambda: _Ddp("nccl"), "horovod": _Horovod}
+    "bpsfast": lambda: _Library("bpsfast.torch"), "gloo": lambda: _Ddp("gloo"), "nccl": lambda: _Ddp("nccl"),
+    "horovod": lambda: _Library("horovod.torch")}
 
 
 def check(name: str) -> None:
-    """Raise, in one line, `ConfigError` if there is no backend *name*, `LackingError` if it cannot run here."""
+    """Raise `ConfigError` if there is no backend *name*, and `LackingError` if it cannot run here."""
     if name not in BACKENDS:
         raise ConfigError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
     if importlib.util.find_spec("torch") is None:

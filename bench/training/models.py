@@ -1,8 +1,8 @@
-"""The models by name, small and full; torch is imported when one is made."""
+"""The models by name, small and full; making one imports torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner import catalog
@@ -11,16 +11,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 SIZES = ("small", "full")
-_SMALL_PIXELS, _SMALL_CLASSES, _SMALL_WORDS, _SMALL_LENGTH = 32, 10, 1000, 32
-_PIXELS, _CLASSES = 224, 1000
-_UGATIT_DIVISOR = 256
 
 
 class Shape(NamedTuple):
-    """One size of a model. Images are *pixels* on a side, of *n_classes*; sentences *length* long, of *n_words*.
+    """One size of a model, for images of `pixels` x `pixels` in `n_classes` or sentences of `length` out of `n_words`.
 
-    `batch`: samples of a rank in a step, unless another number is asked for. `make` returns a module whose forward
-    takes (inputs, labels) and returns the loss.
+    `batch`: default number of samples of a rank in a step. `make` returns a module whose forward takes (inputs, labels)
+    and returns the loss.
     """
 
     make: Callable[[], nn.Module]
@@ -32,92 +29,39 @@ class Shape(NamedTuple):
 
 
 def shape_of(name: str, size: str) -> Shape:
-    """Return model *name* in *size*, one of `SIZES`.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model or size.
-    """
+    """Return model *name* in *size*, one of `SIZES`; raises `ConfigError` for unknown ones."""
     if name not in MODELS:
         raise ConfigError(f"model {name!r} is not among those that train: {', '.join(MODELS)}")
     if size not in SIZES:
         raise ConfigError(f"size {size!r} is none of {', '.join(SIZES)}")
-    return MODELS[name](size == "full")
+    return MODELS[name][SIZES.index(size)]
 
 
-def _resnet50(full: bool) -> Shape:
+def _network(name: str, *arguments: Any) -> Callable[[], nn.Module]:
+    """Return a function that makes an object of class *name* of `networks`, which imports torch."""
     def make() -> nn.Module:
-        from bpsfast.bench.training.networks import ResNet
+        from bpsfast.bench.training import networks
 
-        return ResNet((3, 4, 6, 3), 64, _CLASSES) if full else ResNet((1, 1, 1, 1), 8, _SMALL_CLASSES)
+        module: nn.Module = getattr(networks, name)(*(each() if callable(each) else each for each in arguments))
+        return module
 
-    return _images(make, 256, full)
-
-
-def _vgg16(full: bool) -> Shape:
-    def make() -> nn.Module:
-        from bpsfast.bench.training.networks import VGG16, Vgg
-
-        if full:
-            return Vgg(VGG16, 4096, _PIXELS, _CLASSES)
-        return Vgg(((8,), (16,), (32,)), 128, _SMALL_PIXELS, _SMALL_CLASSES)
-
-    return _images(make, 96, full)
+    return make
 
 
-def _ugatit(full: bool) -> Shape:
-    def make() -> nn.Module:
-        from bpsfast.bench.training.networks import GradientList
-
-        return GradientList(catalog.load("ugatit").shapes if full else catalog.divided("ugatit", _UGATIT_DIVISOR))
-
-    return Shape(make, 2, pixels=256 if full else _SMALL_PIXELS, n_classes=_CLASSES if full else _SMALL_CLASSES)
-
-
-def _transformer(full: bool) -> Shape:
-    n_words = 33708 if full else _SMALL_WORDS
-
-    def make() -> nn.Module:
-        from bpsfast.bench.training.networks import Transformer
-
-        return Transformer(n_words, 512, 8, 2048, 6) if full else Transformer(n_words, 64, 4, 256, 2)
-
-    return _sentences(make, 12, 256, n_words, full)
-
-
-def _bert_large(full: bool) -> Shape:
-    n_words = 30522 if full else _SMALL_WORDS
-
-    def make() -> nn.Module:
-        from bpsfast.bench.training.networks import Bert
-
-        return Bert(n_words, 512, 1024, 16, 24) if full else Bert(n_words, _SMALL_LENGTH, 64, 4, 2)
-
-    return _sentences(make, 64, 128, n_words, full)
-
-
-def _gpt2(full: bool) -> Shape:
-    n_words = 50257 if full else _SMALL_WORDS
-
-    def make() -> nn.Module:
-        from bpsfast.bench.training.networks import Gpt2
-
-        return Gpt2(n_words, 1024, 768, 12, 12) if full else Gpt2(n_words, _SMALL_LENGTH, 64, 4, 2)
-
-    return _sentences(make, 1, 80, n_words, full)
-
-
-def _images(make: Callable[[], nn.Module], batch: int, full: bool) -> Shape:
-    return Shape(make, batch if full else 16, pixels=_PIXELS if full else _SMALL_PIXELS,
-                 n_classes=_CLASSES if full else _SMALL_CLASSES)
-
-
-def _sentences(make: Callable[[], nn.Module], batch: int, length: int, n_words: int, full: bool) -> Shape:
-    return Shape(make, batch if full else 8, length=length if full else _SMALL_LENGTH, n_words=n_words)
-
-
-#: Name -> its shape, full or not. Full batches are a GPU's in figures 15 and 16 of BytePS's paper.
-MODELS: dict[str, Callable[[bool], Shape]] = {
-    "resnet50": _resnet50, "vgg16": _vgg16, "transformer": _transformer, "bert-large": _bert_large, "gpt2": _gpt2,
-    "ugatit": _ugatit}
+#: Channels of VGG-16's convolutions, in stages that each end with max-pooling over 2x2 pixels.
+_VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+#: Name -> small and full shape. Full batches are those of a GPU in figures 15 and 16 of BytePS's paper.
+MODELS = {
+    "resnet50": (Shape(_network("ResNet", (1, 1, 1, 1), 8, 10), 16, pixels=32, n_classes=10),
+                 Shape(_network("ResNet", (3, 4, 6, 3), 64, 1000), 256, pixels=224, n_classes=1000)),
+    "vgg16": (Shape(_network("Vgg", ((8,), (16,), (32,)), 128, 32, 10), 16, pixels=32, n_classes=10),
+              Shape(_network("Vgg", _VGG16, 4096, 224, 1000), 96, pixels=224, n_classes=1000)),
+    "transformer": (Shape(_network("Transformer", 1000, 64, 4, 256, 2), 8, length=32, n_words=1000),
+                    Shape(_network("Transformer", 33708, 512, 8, 2048, 6), 12, length=256, n_words=33708)),
+    "bert-large": (Shape(_network("Bert", 1000, 32, 64, 4, 2), 8, length=32, n_words=1000),
+                   Shape(_network("Bert", 30522, 512, 1024, 16, 24), 64, length=128, n_words=30522)),
+    "gpt2": (Shape(_network("Gpt2", 1000, 32, 64, 4, 2), 8, length=32, n_words=1000),
+             Shape(_network("Gpt2", 50257, 1024, 768, 12, 12), 1, length=80, n_words=50257)),
+    "ugatit": (Shape(_network("GradientList", lambda: catalog.divided("ugatit", 256)), 2, pixels=32, n_classes=10),
+               Shape(_network("GradientList", lambda: catalog.load("ugatit").shapes), 2, pixels=256, n_classes=1000)),
+}

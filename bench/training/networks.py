@@ -1,12 +1,12 @@
-"""The networks that train, in torch.
+"""The networks, in torch.
 
-    Transformer    translation (Vaswani et al., arXiv:1706.03762), normalised before each part, as TensorFlow's is. One
-                   embedding serves both languages and the output; attention has no biases; positions are sines
-    Bert           pre-training by masked words and next sentences (Devlin et al., arXiv:1810.04805)
-    Gpt2           each word from those before it (Radford et al., 2019)
+    Transformer    translation (Vaswani et al., arXiv:1706.03762), pre-norm as in TensorFlow. One embedding serves both
+                   languages and the output; attention has no biases; positions are sines
+    Bert           pre-training with masked words and next sentences (Devlin et al., arXiv:1810.04805)
+    Gpt2           prediction of each next word (Radford et al., 2019)
     Vgg            without normalisation (Simonyan and Zisserman, arXiv:1409.1556)
     ResNet         bottleneck blocks (He et al., arXiv:1512.03385), stride in the 3x3 convolution, as in torchvision
-    GradientList   a list of gradients of true sizes, which computes nothing true
+    GradientList   gradients of real sizes without a real computation
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from bpsfast.tools.planner.model_shapes import Shapes
 
-#: Of an embedding: with a standard deviation of 0.02.
+#: Initial weights of an embedding, with a standard deviation of 0.02.
 _LARGEST_WEIGHT = 0.035
 
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=bias) for _ in range(4))
 
     def forward(self, x: torch.Tensor, of: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
-        """Return what *x* finds in *of* (in itself without); *causal*: each place sees only those before it."""
+        """Return the attention of *x* to *of* (default: *x*); *causal*: each position sees only earlier ones."""
         source = x if of is None else of
         query, key, value = (part(where).unflatten(-1, (self._n_heads, -1)).transpose(1, 2)
                              for part, where in ((self.query, x), (self.key, source), (self.value, source)))
@@ -45,17 +45,17 @@ def feed_forward(width: int, inner: int, activation: nn.Module) -> nn.Sequential
 
 
 def embedding(n: int, width: int) -> nn.Embedding:
-    """Return an embedding whose weights are small enough to be those of the output, too."""
+    """Return an embedding whose weights are small enough for use as the output layer, too."""
     return nn.Embedding.from_pretrained(torch.empty(n, width).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT), freeze=False)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of (..., classes) against (...); labels of -100 do not count."""
+    """Return the mean loss of (..., classes) for labels (...); labels of -100 do not count."""
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 class TransformerLayer(nn.Module):
-    """One layer of the encoder, or of the decoder, which looks at the encoder's result besides."""
+    """One layer of the encoder, or of the decoder, which also attends to the encoder's result."""
 
     def __init__(self, width: int, n_heads: int, inner: int, is_decoder: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """*n_layers* in either half."""
+    """The encoder and the decoder have *n_layers* each."""
 
     def __init__(self, n_words: int, width: int, n_heads: int, inner: int, n_layers: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of saying *y* again (batch, length) in another language, having read *x*."""
+        """Return the loss of translating *x* into *y* (batch, length)."""
         encoded = self._placed(x)
         for layer in self.encoder:
             encoded = layer(encoded)
@@ -102,16 +102,16 @@ class Transformer(nn.Module):
 
 
 def shifted(words: torch.Tensor) -> torch.Tensor:
-    """Return what the decoder has said before each word: word 0, then all but the last."""
+    """Return the decoder's input: word 0, then all words except the last."""
     return torch.nn.functional.pad(words[:, :-1], (1, 0))
 
 
-#: One word of so many is masked: 15 %, at the same places in every sentence.
+#: One word of this many is masked (15 %), at the same positions in every sentence.
 _MASK_EVERY, _MASK_WORD = 7, 103
 
 
 class BertLayer(nn.Module):
-    """One layer, normalised after each part."""
+    """One post-norm layer."""
 
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class BertLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT-large is 30,522 words, 512 places, width 1024, 16 heads, 24 layers."""
+    """BERT; the large one has 30,522 words, 512 positions, width 1024, 16 heads, 24 layers."""
 
     def __init__(self, n_words: int, n_places: int, width: int, n_heads: int, n_layers: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Bert(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n_words))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the masked words of *x* (batch, length), which *y* has, and of its halves' order."""
+        """Return the loss for the masked words of *x* (batch, length), given in *y*, and the order of its halves."""
         length = x.shape[1]
         at = torch.arange(length, device=x.device)
         masked = at % _MASK_EVERY == _MASK_EVERY // 2
@@ -151,7 +151,7 @@ class Bert(nn.Module):
 
 
 class Gpt2Layer(nn.Module):
-    """One layer, normalised before each part."""
+    """One pre-norm layer."""
 
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Gpt2Layer(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """The smallest of the published is 50,257 words, 1,024 places, width 768, 12 heads, 12 layers."""
+    """GPT-2; the smallest published one has 50,257 words, 1,024 positions, width 768, 12 heads, 12 layers."""
 
     def __init__(self, n_words: int, n_places: int, width: int, n_heads: int, n_layers: int) -> None:
         super().__init__()
@@ -174,18 +174,14 @@ class Gpt2(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each next word of *y*, having read *x* (batch, length) up to there."""
+        """Return the loss of predicting each next word *y* from *x* (batch, length) up to there."""
         at = torch.arange(x.shape[1], device=x.device)
         found = self.norm(self.layers(self.words(x) + self.places(at)))
         return cross_entropy(found[:, :-1] @ self.words.weight.T, y[:, 1:])
 
 
-#: Channels of the convolutions, in stages that end with a maximum over 2x2 pixels.
-VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-
-
 class Vgg(nn.Module):
-    """Convolutions in *stages*, then dense layers of *inner* on what *pixels* on a side leave."""
+    """Convolutions in *stages*, then dense layers of width *inner*, for images of *pixels* x *pixels*."""
 
     def __init__(self, stages: Sequence[Sequence[int]], inner: int, pixels: int, n_classes: int) -> None:
         super().__init__()
@@ -201,11 +197,11 @@ class Vgg(nn.Module):
             *layers, nn.Flatten(), nn.Linear(n_in * side * side, inner), nn.ReLU(), nn.Dropout(),
             nn.Linear(inner, inner), nn.ReLU(), nn.Dropout(), nn.Linear(inner, n_classes))
         for layer in self.layers:
-            if isinstance(layer, nn.Conv2d):  # else nothing comes out of thirteen layers
+            if isinstance(layer, nn.Conv2d):  # otherwise the output of thirteen layers vanishes
                 nn.init.kaiming_uniform_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of images (batch, 3, pixels, pixels) against labels (batch,)."""
+        """Return the loss of images (batch, 3, pixels, pixels) for labels (batch,)."""
         return functional.cross_entropy(self.layers(x), y)
 
 
@@ -225,12 +221,12 @@ class Bottleneck(nn.Module):
             *_convolution(n_in, n_out, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, width * 4, height, width) of (batch, n_in, height, width)."""
+        """Map (batch, n_in, height, width) to (batch, width * 4, height, width)."""
         return functional.relu(self.convolutions(x) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    """*n_blocks* of each of four stages, the first *width* wide; ResNet-50 is (3, 4, 6, 3), 64."""
+    """Four stages of *n_blocks* each, the first *width* wide; ResNet-50 is (3, 4, 6, 3), 64."""
 
     def __init__(self, n_blocks: Sequence[int], width: int, n_classes: int) -> None:
         super().__init__()
@@ -243,7 +239,7 @@ class ResNet(nn.Module):
         self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, n_classes))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of images (batch, 3, height, width) against labels (batch,)."""
+        """Return the loss of images (batch, 3, height, width) for labels (batch,)."""
         return functional.cross_entropy(self.layers(x), y)
 
 
@@ -252,10 +248,10 @@ def _convolution(n_in: int, n_out: int, kernel: int, stride: int = 1) -> tuple[n
 
 
 class GradientList(nn.Module):
-    """Parameters of the given *shapes*, each read once forward and written once backward.
+    """Parameters of the given *shapes*, each read once in forward and written once in backward.
 
-    U-GAT-IT's generators and discriminators train in turns against each other; of them this has what matters to
-    communication: 671 million parameters, four fifths of them in two layers.
+    It stands for U-GAT-IT, whose generators and discriminators train in turns, and has the same gradients to
+    communicate: 671 million parameters, four fifths of them in two layers.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -263,7 +259,7 @@ class GradientList(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.full(shape, 0.1)) for shape in shapes.values())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return a loss whose gradients depend on the images *x*; *y* has no use."""
+        """Return a loss whose gradients depend on the images *x*; *y* is unused."""
         loss = x.mean().abs()
         for weight in self.weights:
             loss = loss * (1 + weight.mean() ** 2)

@@ -1,4 +1,4 @@
-"""One rank that trains one model by one backend."""
+"""One rank that trains one model with one backend."""
 from __future__ import annotations
 
 import hashlib
@@ -18,20 +18,10 @@ _SEED = 20
 
 
 class TrainingRank:
-    """One rank; whoever started it has put into the environment what *backend* joins by.
+    """One rank that trains; *backend*, a key of `backends.BACKENDS`, joins the job that the environment describes.
 
-    Parameters
-    ----------
-    model, size
-        As `models.shape_of` takes them.
-    backend
-        A key of `backends.BACKENDS`.
-    batch
-        Samples of this rank in a step.
-    device
-        "cpu" (one thread) or "cuda": of the GPUs there, the one with this local rank's number.
-    data
-        Path of a real set (`samples.real`); "": synthetic.
+    *model*, *size*: see `models.shape_of`; *batch*: samples of this rank in a step; *device*: "cpu" (one thread) or
+    "cuda" (the GPU with this local rank's number); *data*: path of a real set (`samples.real`), "" for a synthetic one.
     """
 
     def __init__(self, model: str, size: str, backend: str, batch: int, device: str, data: str = "") -> None:
@@ -55,7 +45,7 @@ class TrainingRank:
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """Train once; the loss is known when it returns."""
+        """Make one step, and wait for its loss."""
         inputs, labels = next(self._batches)
         self._optimizer.zero_grad()
         loss = self._net(inputs, labels)
@@ -66,11 +56,11 @@ class TrainingRank:
             raise ConfigError(f"the loss of step {len(self.losses)} on rank {self.rank} is {self.losses[-1]}")
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Return a step, whatever it is called; of wrong sums `digest` tells."""
+        """Return a step; *variant* has no effect, and `digest` shows wrong sums."""
         return Operation(self.step, lambda known: None, lambda: 0)
 
     def digest(self) -> tuple[int, str]:
-        """Return how many steps were made, and a hash of all weights."""
+        """Return the number of steps so far, and a hash of all weights."""
         found = hashlib.sha256()
         for weight in self._parameters:
             found.update(weight.detach().cpu().numpy().tobytes())

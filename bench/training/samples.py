@@ -12,7 +12,7 @@ from torch.nn import functional
 from bpsfast.bench.training.models import Shape
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
-#: Synthetic batches of a rank, which follow each other in turns.
+#: Number of different synthetic batches of a rank, which repeat.
 _N_SYNTHETIC = 8
 _ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
 
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def synthetic(shape: Shape, batch: int, rank: int, device: str) -> Iterator[Batch]:
-    """Yield batches for ever: normal pixels and labels, or words, of *rank*'s own, made once on *device*."""
+    """Yield endless batches of *rank*: normal pixels and labels, or words, made once on *device*."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + 1)
     made = []
     for _ in range(_N_SYNTHETIC):
@@ -37,16 +37,12 @@ def synthetic(shape: Shape, batch: int, rank: int, device: str) -> Iterator[Batc
 
 
 def real(path: Path, shape: Shape, batch: int, rank: int, n_ranks: int, device: str) -> Iterator[Batch]:
-    """Return batches for ever of the set at *path*: rank r takes samples r, r + n_ranks, ... in order, again and again.
+    """Return endless batches of the set at *path*: rank r takes samples r, r + n_ranks, ... in order, repeatedly.
 
-    A folder has a folder for each class, by name, with images in it (Pillow reads them, step by step). An .npz file has
-    `images`, uint8 (n, height, width, 3), and `labels`, integers (n,); or `tokens`, integers (n, length), of which a
-    sentence's first words are taken. Images are scaled to the model's pixels.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither, does not fit the model, has fewer samples for each rank than a batch, or Pillow is missing.
+    A folder has a folder of images for each class, by name (Pillow reads them in each step). An .npz file has `images`,
+    uint8 (n, height, width, 3), and `labels`, integers (n,); or `tokens`, integers (n, length), of which the first
+    words are used. Images are scaled to the model's pixels. Raises `ConfigError` if *path* is neither, does not fit the
+    model, or has fewer samples for each rank than a batch; `LackingError` if Pillow is missing.
     """
     if path.is_dir():
         read, n = _folder(path, shape)
@@ -72,7 +68,7 @@ def _arrays(path: Path, shape: Shape) -> tuple[Callable[[Array], Batch], int]:
     try:
         with np.load(path) as kept:
             arrays = {name: kept[name] for name in ("images", "labels", "tokens") if name in kept}
-    except (ValueError, OSError) as exc:  # pickled objects are refused; a broken archive
+    except (ValueError, OSError) as exc:  # the archive has pickled objects or is broken
         raise ConfigError(f"--data {path} cannot be read as arrays: {exc}") from None
     found = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items()) or "none of these"
     if shape.length:
@@ -122,7 +118,7 @@ def _folder(path: Path, shape: Shape) -> tuple[Callable[[Array], Batch], int]:
 
 
 def _pixels(images: Array, pixels: int) -> torch.Tensor:
-    """Return images (n, 3, pixels, pixels), about -2 to 2, of uint8 (n, height, width, 3)."""
+    """Return images (n, 3, pixels, pixels), from about -2 to 2, for uint8 images (n, height, width, 3)."""
     found = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 63.75 - 2
     if found.shape[2:] == (pixels, pixels):
         return found

@@ -1,4 +1,4 @@
-"""What sphinx makes of the pages and of the docstrings: ``make docs``. The source is the whole tree, for its links."""
+"""Sphinx configuration of ``make docs``. The source folder is the whole tree, so that links to files work."""
 from __future__ import annotations
 
 import importlib.util
@@ -27,10 +27,10 @@ napoleon_google_docstring = False
 napoleon_use_rtype = False
 autodoc_typehints = "none"
 autodoc_default_options = {"members": True, "show-inheritance": True}
-#: Frameworks that are not installed: their adapters' docstrings are read all the same.
+#: Frameworks that are not installed; mocked so that the docstrings of their adapters can be read.
 autodoc_mock_imports = [name for name in ("jax", "optax", "keras", "mxnet", "tensorflow")
                         if importlib.util.find_spec(name) is None]
-#: JAX's tables, in which a primitive writes its rules.
+# JAX's tables, to which a primitive adds its rules.
 setattr(_MockObject, "__setitem__", lambda self, key, value: None)  # noqa: B010 - mypy knows no such method
 
 
@@ -42,10 +42,10 @@ def setup(app: Any) -> None:
 
 def _mark_examples(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Put reStructuredText's mark for code before indented lines that follow a paragraph."""
-    if what == "module":  # as written: where all below its first line is an example, autodoc takes the indentation away
+    if what == "module":  # as written: autodoc removes the indentation where all lines below the first are an example
         lines[:] = [*(obj.__doc__ or "").splitlines(), ""]
     marked: list[str] = []
-    above = ""  # the last line that says something
+    above = ""  # the last line that is not empty
     for line in lines:
         if line.startswith("    ") and marked and not marked[-1].strip() and above and not above.startswith(" ") \
                 and not above.startswith("..") and not above.endswith("::"):

@@ -1,7 +1,7 @@
-"""``python -m bpsfast.docs.settings_page``: writes the tables of ``settings.md`` anew, from the table of the code.
+"""``python -m bpsfast.docs.settings_page``: writes the tables of ``settings.md`` from the settings in the code.
 
-What stands between the two marks of each table is generated; the text around it is not. `tests/project/test_docs.py`
-fails if the page is out of date.
+The text between the two marks of each table is generated; the rest is not. `tests/project/test_docs.py` fails if the
+page is out of date.
 """
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ def tables() -> dict[str, _Table]:
 
 
 def written(page: str) -> str:
-    """Return the text of *page* with its tables as they are now.
-
-    Raises
-    ------
-    ValueError
-        If the marks of a table are not there, or not once.
-    """
+    """Return the text of *page* with current tables; raises ValueError unless it has the marks of each table once."""
     for name, rows in tables().items():
         begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
@@ -47,7 +41,7 @@ def written(page: str) -> str:
 
 
 def _markdown(rows: _Table) -> str:
-    """Return a table; what would end a cell or begin HTML is written as what is shown."""
+    """Return a table of *rows*; characters that would end a cell or begin HTML are escaped."""
     shown = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in shown]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])

@@ -118,18 +118,18 @@ def test_all_of_it_on_the_host_device(tmp_path, capsys):
     manifest, *found = map(json.loads, path.read_text().splitlines())
     assert manifest["bench"] == "device" and manifest["machine"]["cpu"]
     by_section = {section: [each for each in found if each["section"] == section]
-                  for section in ("device", "sums", "beside", "stages", "training", "memory", "error")}
+                  for section in ("device", "sums", "backward", "stages", "training", "memory", "error")}
     assert not by_section.pop("error") and all(by_section.values())
     for each in by_section["sums"]:
         assert each["measured"]["n_wrong"] == 0 and len(each["measured"]["samples_s"]) >= 2
-    (beside,) = by_section["beside"]
-    assert beside["measured"]["n_wrong"] == 0 and len(beside["measured"]["alone"]["stream_s"]) == 6
+    (backward,) = by_section["backward"]
+    assert backward["measured"]["n_wrong"] == 0 and len(backward["measured"]["alone"]["stream_s"]) == 6
     shares = by_section["stages"][0]["measured"]["at_least"]
     assert shares == sorted(shares, reverse=True) and 0 < shares[1] <= shares[0] <= 1
     for each in by_section["training"]:
         assert each["measured"]["n_averages"] == 80 and each["measured"]["n_differing"] == 0
     for each in by_section["memory"]:
-        share = each["measured"]["nbytes"] * (0.5 if "fp16" in each["measured"]["way"] else 1)
+        share = each["measured"]["nbytes"] * (0.5 if "fp16" in each["measured"]["method"] else 1)
         assert each["measured"]["input_nbytes"] == pytest.approx(share, rel=0.15)
         assert each["measured"]["result_nbytes"] == pytest.approx(2 * share, rel=0.15)
         assert each["measured"]["pinned_nbytes"] == pytest.approx(3 * share, rel=0.15)

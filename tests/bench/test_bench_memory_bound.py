@@ -1,4 +1,4 @@
-"""Memory bound: how often bytes go through memory, and that its sums and passages move all of them."""
+"""Memory bound: how often bytes go through memory, and that its sums and exchanges move all of them."""
 from __future__ import annotations
 
 import errno
@@ -21,10 +21,10 @@ def test_streams():
 
 
 @pytest.fixture
-def places():
+def memories():
     def make(size, kind, nbytes, past):
-        """Return *size* ranks' places, as if each were in a process of its own, and their operations."""
-        ranks = [memory_bound.Places(rank, size) for rank in range(size)]
+        """Return the memory of *size* ranks, as if each were in a process of its own, and their operations."""
+        ranks = [memory_bound.RankMemory(rank, size) for rank in range(size)]
         found = [kind(each, nbytes, past) for each in ranks]
         assert len({each.n_shared for each in found}) == 1
         shared = np.frombuffer(Segment(4 * found[0].n_shared), np.float32)
@@ -38,8 +38,8 @@ def places():
 
 @pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize(("size", "nbytes"), [(1, 4096), (2, 4), (2, 1 << 20), (3, 100_004), (2, 16 << 20)])
-def test_ranks_sum_all_of_it_together_and_another_share_each_time(places, size, nbytes, past):
-    _, sums = places(size, memory_bound.Sums, nbytes, past)
+def test_ranks_sum_all_of_it_together_and_another_share_each_time(memories, size, nbytes, past):
+    _, sums = memories(size, memory_bound.Sums, nbytes, past)
     rng = np.random.default_rng(1)
     for each in sums[0].inputs:
         each[:] = rng.integers(-1000, 1000, each.size)
@@ -58,30 +58,30 @@ def test_ranks_sum_all_of_it_together_and_another_share_each_time(places, size, 
 
 @pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("nbytes", [4, 100_004, 3 << 20, 16 << 20])
-def test_all_of_what_is_private_goes_through_shared_memory(places, nbytes, past):
+def test_all_of_what_is_private_goes_through_shared_memory(memories, nbytes, past):
     for size in (1, 2, 3):
-        ranks, passages = places(size, memory_bound.Passage, nbytes, past)
+        ranks, exchanges = memories(size, memory_bound.StagedSums, nbytes, past)
         values = np.arange(1, nbytes // 4 + 1) % 9973
         for parity in (0, 1):
-            for rank, (each, passage) in enumerate(zip(ranks, passages)):
+            for rank, (each, exchange) in enumerate(zip(ranks, exchanges)):
                 each.private[:] = values if rank == 0 else 0
-                passage.run()  # one after the other: only a rank's own share is what it has to be
-            for rank, passage in enumerate(passages):
-                result = passage.result(parity)
+                exchange.run()  # one after the other: only a rank's own share is what it has to be
+            for rank, exchange in enumerate(exchanges):
+                result = exchange.result(parity)
                 for begin in range(0, values.size, CACHED_NBYTES // 4):
                     piece = values[begin:begin + CACHED_NBYTES // 4]
                     own = slice(piece.size * rank // size, piece.size * (rank + 1) // size)
                     if rank == 0 or not memory_bound.is_worth(-(-nbytes // CACHED_NBYTES), size):
                         np.testing.assert_array_equal(result[begin:begin + piece.size][own], piece[own])
-            np.testing.assert_array_equal(ranks[-1].private, passages[-1].result(parity))
-        assert passages[0].n_shared >= 2 * values.size
+            np.testing.assert_array_equal(ranks[-1].private, exchanges[-1].result(parity))
+        assert exchanges[0].n_shared >= 2 * values.size
 
 
-@pytest.mark.parametrize(("kind", "last"), [(memory_bound.Sums, "kernel"), (memory_bound.Passage, "copy")])
-def test_what_is_stored_last_goes_past_the_caches_if_asked(places, monkeypatch, kind, last):
+@pytest.mark.parametrize(("kind", "last"), [(memory_bound.Sums, "kernel"), (memory_bound.StagedSums, "copy")])
+def test_what_is_stored_last_goes_past_the_caches_if_asked(memories, monkeypatch, kind, last):
     past = {False: set(), True: set()}
     for asked in past:
-        _, [found] = places(1, kind, 1 << 20, asked)
+        _, [found] = memories(1, kind, 1 << 20, asked)
         found._sum = lambda *call, asked=asked: last == "kernel" and past[asked].add(bool(call[-1]))
         monkeypatch.setattr(memory_bound, "copy", lambda *call, asked=asked: last == "copy" and past[asked].add(
             call[3] <= call[2]))
@@ -90,12 +90,12 @@ def test_what_is_stored_last_goes_past_the_caches_if_asked(places, monkeypatch, 
 
 
 def test_operations_go_to_where_memory_has_moved():
-    ranks = [memory_bound.Places(0, 1)]
-    sums, passage = memory_bound.Sums(ranks[0], 4096, False), memory_bound.Passage(ranks[0], 4096, False)
+    ranks = [memory_bound.RankMemory(0, 1)]
+    sums, exchange = memory_bound.Sums(ranks[0], 4096, False), memory_bound.StagedSums(ranks[0], 4096, False)
     for value in (1.0, 2.0):  # each time in other memory
         ranks[0].private = np.full(1024, value, np.float32)
-        ranks[0].lay_out(np.zeros(passage.n_shared, np.float32))
-        passage.run()
+        ranks[0].lay_out(np.zeros(exchange.n_shared, np.float32))
+        exchange.run()
         assert ranks[0].shared.max() == value and (ranks[0].private == value).all()
         ranks[0].lay_out(np.zeros(sums.n_shared, np.float32))
         sums.inputs[0][:] = value
@@ -106,17 +106,17 @@ def test_operations_go_to_where_memory_has_moved():
 def grow():
     import bpsfast
 
-    places = memory_bound.Places(bpsfast.rank(), bpsfast.size())
-    small = places.operation("memory of torch", 8)
-    sums = places.operation("memory of numpy", 64 << 10)
-    passage = places.operation("memory of torch, past caches", 1 << 20)
-    for each in (small, sums, passage, small, sums):
+    memories = memory_bound.RankMemory(bpsfast.rank(), bpsfast.size())
+    small = memories.operation("memory of torch", 8)
+    sums = memories.operation("memory of numpy", 64 << 10)
+    exchange = memories.operation("memory of torch, past caches", 1 << 20)
+    for each in (small, sums, exchange, small, sums):
         each.fill(True)
         each.run()
     bpsfast.barrier()
-    places.shared[bpsfast.rank()] = bpsfast.rank() + 1
+    memories.shared[bpsfast.rank()] = bpsfast.rank() + 1
     bpsfast.barrier()
-    return places.shared[:2].tolist(), places.shared.nbytes, places.private.nbytes
+    return memories.shared[:2].tolist(), memories.shared.nbytes, memories.private.nbytes
 
 
 def fail_to_map(rank):
@@ -127,7 +127,7 @@ def fail_to_map(rank):
 
     if bpsfast.rank() == rank:
         memory_bound.Segment = memory_bound._attach = refuse
-    memory_bound.Places(bpsfast.rank(), bpsfast.size()).operation("memory of numpy", 64 << 10)
+    memory_bound.RankMemory(bpsfast.rank(), bpsfast.size()).operation("memory of numpy", 64 << 10)
 
 
 def test_ranks_share_memory_and_let_it_grow(two):

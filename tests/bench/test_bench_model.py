@@ -18,9 +18,8 @@ torch = pytest.importorskip("torch", reason="torch")
 from bpsfast.bench import training  # noqa: E402
 from bpsfast.bench.cli import command  # noqa: E402
 from bpsfast.bench.harness.samples import Row  # noqa: E402
-from bpsfast.bench.training import backends, samples  # noqa: E402
+from bpsfast.bench.training import Speed, backends, samples  # noqa: E402
 from bpsfast.bench.training.models import MODELS, Shape, shape_of  # noqa: E402
-from bpsfast.bench.training.speed import Speed  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 from bpsfast.tools.planner import catalog  # noqa: E402
 

@@ -96,7 +96,7 @@ def test_weights_that_differ_are_told():
 
 def test_what_is_simulated_gains_by_urgency_and_by_crossing():
     each = found({})
-    steps = {name: report.simulated_s(each, name) for name in methods.WAYS}
+    steps = {name: report.simulated_s(each, name) for name in methods.METHODS}
     assert steps["priority, crossing"] * 1.15 < min(steps["fifo, crossing"], steps["fifo"]) < steps["DDP gloo"]
     assert steps["gloo priority, crossing"] * 1.1 < steps["gloo fifo, crossing"]
 

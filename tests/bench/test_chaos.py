@@ -11,7 +11,7 @@ import pytest
 from bpsfast.bench.chaos import run
 from bpsfast.bench.chaos.history import SIZES, RankHistory, digest, expected, names, pushed, read, wrong_sums
 from bpsfast.bench.chaos.scenario import (
-    DECK,
+    CYCLE,
     FOREIGNER,
     HANG_S,
     LEASE_S,
@@ -46,7 +46,7 @@ def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
     assert drawn == [draw(seed) for seed in range(330)]
     kinds = Counter(each.kind for each in drawn)
     assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 8
-    assert [each.kind for each in drawn[:DECK]] != [each.kind for each in drawn[DECK:2 * DECK]]
+    assert [each.kind for each in drawn[:CYCLE]] != [each.kind for each in drawn[CYCLE:2 * CYCLE]]
     for each in drawn:
         roles = {"scheduler", *(f"helper {i}" for i in range(each.n_helpers)),
                  *(f"node {i}" for i in range(len(each.ranks))),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bpsfast.bench.harness import result_file
 from bpsfast.bench.paper import expr1
 from bpsfast.launch.namespaces import netns
 
@@ -48,7 +49,7 @@ def test_what_the_paper_reached_is_its_goodput_over_the_optimum():
 def test_results_of_an_earlier_run_are_read_without_their_manifest(tmp_path):
     path = tmp_path / "optimum_8.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in [{"bench": "optimum"}, *RECORDS]))
-    assert expr1.read(path) == RECORDS
+    assert result_file.records(path) == RECORDS
 
 
 def test_the_plot_is_drawn(tmp_path):

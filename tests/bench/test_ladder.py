@@ -14,7 +14,7 @@ import pytest
 
 from bpsfast.base import settings
 from bpsfast.bench.paper.ladder import control, device, report, run, shares
-from bpsfast.bench.paper.ladder.shares import OURS, RUNGS, TCP, VANILLA, Model
+from bpsfast.bench.paper.ladder.shares import OURS, TCP, VANILLA, VARIANTS, Model
 from bpsfast.bench.paper.ladder.worker import Row
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
@@ -64,16 +64,17 @@ def test_the_pattern_is_the_same_from_wherever_it_is_computed():
     assert np.unique(whole).size == whole.size
 
 
-def test_each_rung_but_the_sums_takes_back_one_thing():
-    changes = [(bool(rung.switches) + rung.own_by_wire + rung.unaligned) for rung in RUNGS if not rung.is_tcp]
+def test_each_variant_except_the_combined_ones_changes_one_decision():
+    changes = [bool(variant.switches) + variant.own_by_wire + variant.unaligned
+               for variant in VARIANTS if not variant.is_tcp]
     assert changes == [0, 1, 1, 1, 1, 1, 1, 1, 3]
-    single = [rung for rung in RUNGS if rung not in (OURS, VANILLA) and not rung.is_tcp]
-    assert all(rung.switches.bit_count() <= 1 for rung in single)
-    assert VANILLA.switches == sum(rung.switches for rung in single)
+    single = [variant for variant in VARIANTS if variant not in (OURS, VANILLA) and not variant.is_tcp]
+    assert all(variant.switches.bit_count() <= 1 for variant in single)
+    assert VANILLA.switches == sum(variant.switches for variant in single)
 
 
-def row(rung, *samples_s):
-    return Row(rung, 10, 1000, list(samples_s), [len(samples_s)], [0.5], [1.0])
+def row(variant, *samples_s):
+    return Row(variant, 10, 1000, list(samples_s), [len(samples_s)], [0.5], [1.0])
 
 
 def test_the_verdict_says_who_loses():
@@ -144,7 +145,7 @@ def test_messages_arrive_as_they_were_sent(connected):
 
 @pytest.mark.parametrize(("line", "error", "text"), [
     (b"GET / HTTP/1.1\n", ProtocolError, "no line of a ladder"),
-    (b'{"type":"Run","rung":1}\n', ProtocolError, "no line of a ladder"),
+    (b'{"type":"Run","variant":1}\n', ProtocolError, "no line of a ladder"),
     (b'{"type":"Failed","text":"no memory"}\n', PeerLostError, "failed: no memory"),
     (b'{"type":"Ready"}\n', ProtocolError, "sent Ready, not Opened"),
     (b"", StallError, "said nothing for 0.1 s"),

@@ -44,10 +44,10 @@ def test_without_a_step_it_says_what_to_do():
         Measured("quota", 0.5, 1, idle=[window()], serving=[window()]).change(50)
 
 
-@pytest.mark.parametrize("loads", ["0", "1.5", "x", ""])
+@pytest.mark.parametrize("loads", ["0", "1.5", "x", ","])
 def test_loads_that_cannot_be_are_refused(loads):
     with pytest.raises(ConfigError, match="expected shares above 0 and up to 1"):
-        neighbour._loads(loads)
+        neighbour.run({"loads": loads})
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from bpsfast.bench.harness.samples import Row
 from bpsfast.bench.paper import optimum
 from bpsfast.bench.paper.optimum import cells, report
 from bpsfast.bench.paper.optimum.cells import Cell, Layout
-from bpsfast.bench.paper.optimum.measurement import Ground, Measured
+from bpsfast.bench.paper.optimum.measurement import LayoutCluster, Measured
 from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.orchestration.placement.shares import Machine
@@ -123,8 +123,8 @@ def test_a_turn_in_which_the_cpus_were_the_limit_is_void(busy, void):
 @pytest.mark.root
 def test_one_small_cell_on_real_packets(namespaces):
     layout = Layout("two and one", (1.0, 1.0), (1.0,), 2e8)
-    with Ground(layout) as ground:
-        found = ground.measure(Cell(1, ("optimal",), 64 << 15), 1)
+    with LayoutCluster(layout) as cluster:
+        found = cluster.measure(Cell(1, ("optimal",), 64 << 15), 1)
     (row,) = found.rows
     figures = report.figures(found, row)
     assert row.n_wrong == 0 and len(row.samples_s) == 2

@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 
-from bpsfast.bench.soak import Look, growth, run
+from bpsfast.bench.soak import Usage, growth, run
 from bpsfast.bench.soak.rank import PERIOD, SIZES, added, base
 
 
-def looks(process="node 0", private_nbytes=lambda i: 80_000_000, n_fds=lambda i: 30, n_threads=lambda i: 9, n=100):
-    return [Look(process, float(i), private_nbytes(i), n_fds(i), n_threads(i)) for i in range(n)]
+def usages(process="node 0", private_nbytes=lambda i: 80_000_000, n_fds=lambda i: 30, n_threads=lambda i: 9, n=100):
+    return [Usage(process, float(i), private_nbytes(i), n_fds(i), n_threads(i)) for i in range(n)]
 
 
 def test_no_two_elements_are_the_same_and_no_input_is_nothing():
@@ -22,17 +22,19 @@ def test_no_two_elements_are_the_same_and_no_input_is_nothing():
 
 
 def test_what_stays_is_no_growth_and_neither_is_the_warm_up():
-    assert growth(looks()) == []
-    assert growth(looks(private_nbytes=lambda i: 80_000_000 + min(i, 15) * 5_000_000, n_fds=lambda i: min(i, 20))) == []
-    assert growth(looks(private_nbytes=lambda i: 80_000_000 + i % 7 * 100_000, n_threads=lambda i: 9 + (i == 95))) == []
+    assert growth(usages()) == []
+    assert growth(usages(private_nbytes=lambda i: 80_000_000 + min(i, 15) * 5_000_000,
+                         n_fds=lambda i: min(i, 20))) == []
+    assert growth(usages(private_nbytes=lambda i: 80_000_000 + i % 7 * 100_000,
+                         n_threads=lambda i: 9 + (i == 95))) == []
 
 
 def test_what_grows_is_named():
-    [words] = growth([*looks("rank 0"), *looks(private_nbytes=lambda i: 80_000_000 + i * 100_000)])
+    [words] = growth([*usages("rank 0"), *usages(private_nbytes=lambda i: 80_000_000 + i * 100_000)])
     assert words.startswith("node 0: private_nbytes has grown from 8")
-    [words] = growth(looks(n_fds=lambda i: 30 + i // 40))
+    [words] = growth(usages(n_fds=lambda i: 30 + i // 40))
     assert words == "node 0: n_fds has grown from 30 to 32"
-    [words] = growth(looks(n_threads=lambda i: 9 + (i > 60)))
+    [words] = growth(usages(n_threads=lambda i: 9 + (i > 60)))
     assert words == "node 0: n_threads has grown from 9 to 10"
     assert growth([]) == ["nothing was seen: the job ended at once"]
 

@@ -1,4 +1,4 @@
-"""The ladder between two hosts and between two devices of one: every rung of every model moves the right bytes.
+"""The ladder between two hosts and between two devices of one: every variant of every model moves the right bytes.
 
 Runs in the guest. Nothing here asserts a time: on an emulated processor only the structure means something.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.bench.paper.ladder.shares import RUNGS
+from bpsfast.bench.paper.ladder.shares import VARIANTS
 from tests.guest.hosts import HOSTS
 
 LADDER = [sys.executable, "-m", "bpsfast", "bench", "ladder"]
@@ -58,7 +58,7 @@ def test_every_rung_of_every_model_moves_the_right_bytes(two_hosts):
     rows = rows_of(two_hosts[0], "ladder")
     models = ("vgg19", "resnet50", "inception-bn")
     assert [(row["chosen"]["model"], row["chosen"]["rung"]) for row in rows] == [
-        (model, rung.name) for model in models for rung in RUNGS]
+        (model, variant.name) for model in models for variant in VARIANTS]
     for row in rows:
         assert row["measured"]["n_wrong"] == 0, row["chosen"]
         assert len(row["measured"]["samples_s"]) == sum(row["chosen"]["n_per_round"])
@@ -108,7 +108,7 @@ def test_both_ends_on_one_machine_with_one_model(tmp_path):
     done = run("--models", "inception-bn/512", "--rounds", 2, "--devices", "rxe1,rxe0", "--json", path)
     assert done.returncode == 0, done.stderr
     rows = rows_of(path, "ladder")
-    assert len(rows) == len(RUNGS) and all(row["measured"]["n_wrong"] == 0 for row in rows)
+    assert len(rows) == len(VARIANTS) and all(row["measured"]["n_wrong"] == 0 for row in rows)
     assert {row["chosen"]["n_rounds"] for row in rows} == {2}
     assert json.loads(path.read_text().splitlines()[0])["service"]["device"] == "rxe0/1"
 

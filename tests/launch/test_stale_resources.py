@@ -1,4 +1,4 @@
-"""``bpsfast clean``: what killed launchers and benches have left goes; what lives, or is not provably theirs, stays."""
+"""Tests ``bpsfast clean``: it removes what killed launchers and benches have left, and nothing else."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""`import byteps.torch` finds bpsfast.torch where somebody asks for that, and nothing else of ours under that name."""
+"""Tests that `import byteps.torch` finds bpsfast.torch where the alias is installed, and no other module of ours."""
 from __future__ import annotations
 
 import subprocess

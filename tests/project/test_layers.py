@@ -71,7 +71,6 @@ LAYERS = [  # the most special folder first
     Layer("bench/training/__init__.py", _CORE, frozenset({"torch"})),
     Layer("bench/training/backends.py", _CORE, frozenset({"torch", "horovod"})),
     Layer("bench/training/models.py", _CORE),
-    Layer("bench/training/speed.py", _CORE),
     Layer("bench/training", _CORE | {"torch"}, frozenset({"PIL"})),  # ranks, which train
     Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
 ]

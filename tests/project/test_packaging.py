@@ -1,4 +1,4 @@
-"""What is built from a clean tree: sdist, wheel from the sdist, an install that works from anywhere."""
+"""Tests what is built from a clean tree: sdist, wheel from the sdist, an install that works from any folder."""
 from __future__ import annotations
 
 import configparser

@@ -26,29 +26,29 @@ KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_S = 20.0
 
 
-class Puppet:
+class FakeCoordinator:
     """A coordinator whose every word is the test's."""
 
     def __init__(self) -> None:
-        self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
-        self.address = f"127.0.0.1:{self._line.port}"
+        self._channel = protocol.listen(elastic_key(KEY), "127.0.0.1")
+        self.address = f"127.0.0.1:{self._channel.port}"
 
     def hear(self, n: int) -> list[Any]:
         """Return the next *n* messages, and no more."""
-        return receive(self._line, n)
+        return receive(self._channel, n)
 
     def say(self, *spoken: msgspec.Struct) -> None:
         """Say that to all who are there."""
         for message in spoken:
-            assert self._line.tell(message) == []
+            assert self._channel.tell(message) == []
 
     def close(self) -> None:
         """Be gone. Idempotent."""
-        self._line.close()
+        self._channel.close()
 
 
 class RealCoordinator:
-    """A coordinator of *n* seats that answers, and whoever speaks to it without training."""
+    """A coordinator of *n* ranks that answers, and whoever speaks to it without training."""
 
     def __init__(self, n: int, **rules: Any) -> None:
         self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
@@ -93,8 +93,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorC
         if client_module._member is not None:
             made.append(client_module._member)
         for each in made:
-            if each._quiet_fd >= 0:
-                each._line._socket.linger = 0  # nobody may be there any more
+            if not each._channel._context.closed:
+                each._channel._socket.linger = 0  # nobody may be there any more
             each.close()
 
 
@@ -136,4 +136,4 @@ def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
 
 def until_connected(member: CoordinatorClient) -> None:
     """Let *member* listen until it is understood by its coordinator."""
-    until(member, lambda: member._line.is_connected)
+    until(member, lambda: member._channel.is_connected)

@@ -1,21 +1,20 @@
 """``bpsfast bench ladder``: the cost of each mistake that an RDMA transport can make, on real networks' gradients.
 
-One worker pushes its whole gradient list, as partitions, and gets all of it back. Half of the bytes is summed on the
-other host: partitions are written into a service's slots there, and the service writes each back as soon as it has
-arrived. The other half is summed on the worker's own machine, in memory that both sides share, so nothing moves. That
-is row `ours`; each other row takes one decision back (`rungs`), `vanilla` all of them, and `tcp` moves the same lists
-over plain sockets.
+One worker pushes its whole gradient list, as partitions, and gets all of it back. Half of the bytes are summed on the
+other host: the worker writes partitions into a service's slots there, and the service writes each back as soon as it
+has arrived. The other half is summed on the worker's own machine, in memory that both sides share, so nothing moves.
+This is the row `ours`. Each other row changes one decision (`shares.VARIANTS`), `vanilla` all of them, and `tcp` moves
+the same lists over plain sockets.
 
-The loops are native (`bpsfast.bench.paper.ladder.exchange`) and the same for every rung, so what differs is what the
-rung does. What is the bench's own: a table look-up and a queue entry for each message, and a thread on each host for
-everything. What it leaves out: sums (the service returns what it got) and, of the share that stays, the hand-over
-through shared memory, a microsecond or so for each partition.
+The native loops (`bpsfast.bench.paper.ladder.exchange`) are the same for all variants, so rows differ only by the
+variant. The bench adds a table look-up and a queue entry for each message, and uses one thread on each host for
+everything. It omits sums (the service returns its input) and the hand-over of the own share through shared memory,
+about a microsecond for each partition.
 
-    rungs       the rows                      control     what the two hosts tell each other
-    shares      partitions and who sums them  device      the RDMA port, queue pairs
-    memory      registered areas              contestant  one rung at one end
+    shares      variants, partitions, owners  control     messages between the two hosts
+    memory      registered areas              device      the RDMA port, queue pairs
+    contestant  one variant at one end        report      tables and records
     service, worker                           the two ends
-    report      tables and records
 """
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from bpsfast.bench.harness import table
 from bpsfast.bench.paper.ladder import control, report, shares
 from bpsfast.bench.paper.ladder.device import Port, usable
 from bpsfast.bench.paper.ladder.service import serve
-from bpsfast.bench.paper.ladder.shares import RUNGS
+from bpsfast.bench.paper.ladder.shares import VARIANTS
 from bpsfast.bench.paper.ladder.worker import Worker
 from bpsfast.launch.daemons import reserve_port, terminate, tie_to_parent
 from bpsfast.orchestration.errors import ConfigError
@@ -47,20 +46,10 @@ _END_TIMEOUT_S = 15.0
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records; [] for the end that listens.
 
-    Parameters
-    ----------
-    options
-        peer ("host" or "host:port"; None: both ends on this machine), listen (address, "" for all; None: do not), port,
-        devices ("A" or "A,B"), models ("vgg19/8,resnet50"), n_rounds, json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        An option makes no sense.
-    OSError
-        There is no RDMA device, or no libibverbs.
-    PeerLostError, StallError
-        The other end failed, or never came.
+    *options*, each of which may be missing or None: peer ("host" or "host:port"; None: both ends on this machine),
+    listen (address, "" for all; None: not), port, devices ("A" or "A,B"), models ("vgg19/8,resnet50"), n_rounds (5),
+    json_path, quick. Raises `ConfigError` if one makes no sense, `OSError` where there is no RDMA device or no
+    libibverbs, and `PeerLostError` or `StallError` if the other end failed or never came.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick, port = given.get("quick", False), given.get("port", control.PORT)
@@ -87,7 +76,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _measure(connection: control.Control, device: str, models: list[shares.Model],
              n_rounds: int) -> list[dict[str, Any]]:
-    """Return the manifest, without its times, and all records."""
+    """Return the manifest, without times, and all records."""
     loaded = settings.load({})
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(Port(usable(device, loaded.rdma_gid_index, connection.peer)[0]))
@@ -99,7 +88,7 @@ def _measure(connection: control.Control, device: str, models: list[shares.Model
             print(f"{name}: {hello.device} on {hello.machine['cpu']}, memcpy {hello.memcpy_bytes_per_s / 1e9:.2f} GB/s")
         print(f"8 bytes written with immediate: {latency_s * 1e6:.1f} us one way, both ends polling\n")
         records: list[dict[str, Any]] = [
-            {"bench": "ladder", "format": 1, "rungs": {rung.name: rung.about for rung in RUNGS},
+            {"bench": "ladder", "format": 1, "rungs": {variant.name: variant.about for variant in VARIANTS},
              **{name: {"device": hello.device, **hello.machine} for name, hello in ends.items()},
              "same_kernel": worker.own.boot == worker.peer.boot},
             {"section": "machine", "chosen": {},
@@ -115,8 +104,8 @@ def _measure(connection: control.Control, device: str, models: list[shares.Model
 
 @contextlib.contextmanager
 def _other_end(peer: str | None, port: int, devices: list[str]) -> Iterator[tuple[control.Control, str]]:
-    """Give the connection to the service, and the worker's device; without a *peer*, start the service here."""
-    found = usable(devices[0] if devices else "", settings.load({}).rdma_gid_index)  # before anybody is waited for
+    """Yield the connection to the service and the worker's device; without a *peer*, start the service here."""
+    found = usable(devices[0] if devices else "", settings.load({}).rdma_gid_index)  # fails before waiting
     if peer is not None:
         host, _, number = peer.partition(":")
         if number and not number.isdecimal():

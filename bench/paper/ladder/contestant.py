@@ -1,4 +1,4 @@
-"""One variant at one end, kept through all turns of its model: queue pairs or sockets, and a native loop."""
+"""One variant at one end, with its queue pairs or sockets and a native loop, for all turns of a model."""
 from __future__ import annotations
 
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import bpsfast.bench.paper.ladder.exchange as exchange
-from bpsfast.bench.paper.ladder.control import ANSWER_TIMEOUT_S, Offer
+from bpsfast.bench.paper.ladder.control import ANSWER_TIMEOUT_S, Control, Offer
 from bpsfast.bench.paper.ladder.device import MAX_SEND, Port
 from bpsfast.bench.paper.ladder.exchange import StreamExchange, WriteExchange
 from bpsfast.bench.paper.ladder.memory import Area
@@ -20,14 +20,14 @@ from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.pages import Segment
 
-_AWAKE_US = 50  # as a rail of the transport
+_AWAKE_US = 50  # as in a rail of the transport
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one end does with a list: sends from one area, receives in another (both may be one), stages in a third.
+    """The memory of one end: it sends from one area, receives in another (or the same), and stages in a third.
 
-    *indices* are its partitions in those areas; *at_peer* the offsets of the same partitions in the peer's.
+    *indices* are its partitions in those areas; *at_peer* the offsets of the same partitions in the peer's areas.
     """
 
     is_service: bool
@@ -37,17 +37,17 @@ class Side:
     indices: Sequence[int]
     at_peer: Sequence[int]
 
-    def arrival(self, rung: LadderVariant) -> Area:
+    def arrival(self, variant: LadderVariant) -> Area:
         """Return the area that the peer writes into."""
-        return self.stage if rung.switches & exchange.COPY else self.land
+        return self.stage if variant.switches & exchange.COPY else self.land
 
-    def rows(self, rung: LadderVariant, begin: int, rkey: int
+    def rows(self, variant: LadderVariant, begin: int, rkey: int
              ) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
         """Return the partitions for `WriteExchange.add_end`; the peer's area begins at *begin*."""
-        copies = bool(rung.switches & exchange.COPY)
-        send, land, stage = (area.addresses(rung.unaligned) for area in (self.send, self.land, self.stage))
-        lkey, arrival = (self.stage if copies else self.send).lkey, self.arrival(rung)
-        arrivals = arrival.addresses(rung.unaligned)
+        copies = bool(variant.switches & exchange.COPY)
+        send, land, stage = (area.addresses(variant.unaligned) for area in (self.send, self.land, self.stage))
+        lkey, arrival = (self.stage if copies else self.send).lkey, self.arrival(variant)
+        arrivals = arrival.addresses(variant.unaligned)
         return [(send[i], stage[i] if copies else 0, begin + offset, arrivals[i], land[i] if copies else 0,
                  self.send.parts[i].nbytes, lkey, rkey, arrival.rkey) for i, offset in zip(self.indices, self.at_peer)]
 
@@ -58,7 +58,7 @@ class Side:
 
 
 class Turn(NamedTuple):
-    """Seconds of each step, of this process's processor time, and of all processors' of the machine."""
+    """Seconds of each step, CPU seconds of this process, and busy seconds of all CPUs of the machine."""
 
     samples_s: list[float]
     cpu_s: float
@@ -66,18 +66,12 @@ class Turn(NamedTuple):
 
 
 class Contestant:
-    """What both kinds share: a native loop that is run and metered."""
+    """Base of both contestants: runs a native loop and meters it."""
 
     loop: WriteExchange | StreamExchange
 
     def run(self, n_steps: int) -> Turn:
-        """Do *n_steps* steps, as the peer does at the same time.
-
-        Raises
-        ------
-        PeerLostError
-            A step broke off; the text says why.
-        """
+        """Do *n_steps* steps together with the peer; raises `PeerLostError` with the reason if one fails."""
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         with CpuMeter() as meter:
             try:
@@ -96,46 +90,48 @@ class Contestant:
 
 
 class Writes(Contestant):
-    """A rung over RDMA: one end towards the other host and, where the own share goes through the NIC, both of that.
+    """A variant over RDMA: one end of the connection to the other host, and both ends of one for the own share.
 
-    *side* is this end's towards the other host, *own* the worker's and the service's of the share that stays; who
-    *polls* never sleeps.
+    *side* is this end's memory for the other host. *own* has the worker's and the service's memory for the share that
+    stays on this machine, if it goes through the NIC. An end that *polls* never sleeps.
     """
 
-    def __init__(self, port: Port, rung: LadderVariant, side: Side, own: Sequence[Side] = (),
+    loop: WriteExchange
+
+    def __init__(self, port: Port, variant: LadderVariant, side: Side, own: Sequence[Side] = (),
                  polls: bool = False) -> None:
-        self._port, self._rung, self._side, self._own = port, rung, side, own
+        self._port, self._variant, self._side, self._own = port, variant, side, own
         sides = [side, *own]
         self._queue = port.completions([len(each.indices) for each in sides])
         self._pairs = [port.pair(self._queue, len(each.indices)) for each in sides]
         self._messages = [Segment(exchange.messages_nbytes(len(each.indices)), huge=False) for each in sides]
         self._regions = [verbs.MemoryRegion(port.domain, segment) for segment in self._messages]
-        self.loop = WriteExchange(self._queue.handle, switches=rung.switches,
+        self.loop = WriteExchange(self._queue.handle, switches=variant.switches,
                                   awake_us=None if polls else _AWAKE_US, keep=self._queue)
 
     def offer(self) -> Offer:
-        """Return what the other host has to know."""
+        """Return the data that the other host needs for `connect`."""
         return self._offer(0, self._side)
 
     def connect(self, peer: Offer) -> None:
-        """Bring everything up. The other host has to do the same before a step begins."""
+        """Connect all queue pairs. The other host has to do the same before a step begins."""
         self._connect(0, self._side, peer)
         if self._own:
             for mine, other in ((1, 2), (2, 1)):
                 self._connect(mine, self._own[mine - 1], self._offer(other, self._own[other - 1]))
 
     def _offer(self, i: int, side: Side) -> Offer:
-        area = side.arrival(self._rung)
-        return self._port.offer(self._pairs[i], area.begin(self._rung.unaligned), area.rkey)
+        area = side.arrival(self._variant)
+        return self._port.offer(self._pairs[i], area.begin(self._variant.unaligned), area.rkey)
 
     def _connect(self, i: int, side: Side, peer: Offer) -> None:
         self._port.connect(self._pairs[i], peer)
-        self.loop.add_end(self._pairs[i].handle, side.rows(self._rung, peer.arrival, peer.rkey),
+        self.loop.add_end(self._pairs[i].handle, side.rows(self._variant, peer.arrival, peer.rkey),
                           is_service=side.is_service, max_send=MAX_SEND, messages=self._regions[i].address,
                           messages_lkey=self._regions[i].lkey)
 
     def close(self) -> None:
-        """Close the queue pairs, then what they used."""
+        """Close the queue pairs, then their resources."""
         for pair in self._pairs:
             pair.close()
         self.loop.close()
@@ -144,7 +140,9 @@ class Writes(Contestant):
 
 
 class Streams(Contestant):
-    """A rung over tcp: connections to the other host, and to itself where the own share goes by the wire."""
+    """A variant over tcp: connections to the other host, and to this one if the own share goes over the network."""
+
+    loop: StreamExchange
 
     def __init__(self, side: Side, sockets: Sequence[socket.socket], own: Sequence[Side] = ()) -> None:
         self.loop = StreamExchange()
@@ -169,6 +167,23 @@ class Streams(Contestant):
 
 
 def accept(server: socket.socket, n_streams: int) -> list[socket.socket]:
-    """Return *n_streams* connections, in the order in which they were made."""
+    """Return the next *n_streams* connections in their order."""
     server.settimeout(ANSWER_TIMEOUT_S)
     return [server.accept()[0] for _ in range(n_streams)]
+
+
+class LadderEnd:
+    """Base of the worker and the service: a connection, a port, and the memory and contestants of the current model."""
+
+    def __init__(self, connection: Control, port: Port) -> None:
+        self._control, self._port = connection, port
+        self._areas: list[Area] = []
+        self._contestants: dict[str, Writes | Streams] = {}
+
+    def close_model(self) -> None:
+        """Release the memory and contestants of the current model. Idempotent."""
+        for contestant in self._contestants.values():
+            contestant.close()
+        for area in self._areas:
+            area.close()
+        self._contestants, self._areas = {}, []

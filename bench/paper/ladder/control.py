@@ -1,12 +1,13 @@
-"""The control connection between the two hosts of `bench ladder`: lines of JSON.
+"""The control connection between the two hosts of `bench ladder`, which sends lines of JSON.
 
     Hello <-> Hello                     versions, machines
     Open  -> Opened                     memory for one model
-    Make  -> Made                       one rung's queue pairs or sockets, connected on both sides
-    Run   -> Ready, Ran                 some steps, and what became of them at the service
+    Make  -> Made                       one variant's queue pairs or sockets, connected at both ends
+    Run   -> Ready, Ran                 some steps, and the service's results
     Failed                              instead of any answer
 
-Both ends prove a key first (`perf.control.secret_for`): who listens serves the first that has it, one run, and ends.
+Both ends first prove that they have the same key (`perf.control.secret_for`). The service accepts the first peer with
+that key, serves one run, and ends.
 """
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ _HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """Any line."""
+    """A line of the control connection."""
 
 
 class Hello(Message, frozen=True):
-    """`boot`: which running kernel, to count the processor time of a shared machine once. Bytes per second."""
+    """Greeting. `boot` identifies the running kernel, so that CPU time of a shared machine counts once."""
 
     format: int
     boot: str
@@ -49,7 +50,7 @@ class Hello(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Make room for a model; the one before it is closed."""
+    """Worker: allocate memory for a model; the memory of the previous model is freed."""
 
     model: str
     divisor: int
@@ -57,11 +58,11 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """There is room."""
+    """Service: the memory is allocated."""
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the peer needs to connect and to write: one end of a queue pair, and where its writes are to land."""
+    """Description of one end of a queue pair, and the address for its writes."""
 
     number: int
     psn: int
@@ -73,15 +74,15 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Make(Message, frozen=True):
-    """Make a rung; `offer` is the worker's, None for tcp. `polls`: neither end ever sleeps."""
+    """Worker: make a variant; `offer` is the worker's, None for tcp. `polls`: neither end ever sleeps."""
 
-    rung: str
+    variant: str
     offer: Offer | None = None
     polls: bool = False
 
 
 class Made(Message, frozen=True):
-    """The service's `offer`, or the `port` it listens at for `n_streams` connections."""
+    """Service: its `offer`, or the `port` at which it listens for `n_streams` connections."""
 
     offer: Offer | None = None
     port: int = 0
@@ -89,18 +90,18 @@ class Made(Message, frozen=True):
 
 
 class Run(Message, frozen=True):
-    """Do `n_steps` steps of a rung."""
+    """Worker: do `n_steps` steps of a variant."""
 
-    rung: str
+    variant: str
     n_steps: int
 
 
 class Ready(Message, frozen=True):
-    """The service waits for the push."""
+    """Service: it waits for the push."""
 
 
 class Ran(Message, frozen=True):
-    """What the steps took at the service: seconds of its process, of all processors, and words that were wrong."""
+    """Service: CPU seconds of its process, busy seconds of all processors, and wrong 32-bit words of the steps."""
 
     cpu_s: float
     busy_s: float
@@ -108,7 +109,7 @@ class Ran(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The service gives up."""
+    """Service: it gives up because of an error."""
 
     text: str
 
@@ -136,12 +137,7 @@ class Control:
             raise PeerLostError(f"the ladder's other end at {self.peer} is gone: {exc}") from exc
 
     def receive(self, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Message | None:
-        """Return the next line, None at the end.
-
-        Raises
-        ------
-        PeerLostError, StallError, ProtocolError
-        """
+        """Return the next line, or None at the end; raises `PeerLostError`, `StallError` or `ProtocolError`."""
         self._socket.settimeout(timeout_s)
         try:
             line = self._file.readline(_MAX_LINE_NBYTES)
@@ -158,7 +154,7 @@ class Control:
                                 "version of bpsfast, or another program?") from exc
 
     def expect(self, kind: type[_M], timeout_s: float | None = ANSWER_TIMEOUT_S) -> _M:
-        """Return the next line, which is a *kind*; PeerLostError with the peer's words if it failed."""
+        """Return the next line, which must be a *kind*; raises `PeerLostError` with the peer's message if it failed."""
         found = self.receive(timeout_s)
         if isinstance(found, kind):
             return found
@@ -169,20 +165,16 @@ class Control:
         raise ProtocolError(f"{self.peer} sent {type(found).__name__}, not {kind.__name__}")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._file.close()
         self._socket.close()
 
 
 def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -> Control:
-    """Connect to who listens at *host*, waiting for it to begin, unless it *is_gone*.
+    """Connect to the service at *host*; wait until it listens, unless it *is_gone*.
 
-    Raises
-    ------
-    PeerLostError
-        Nobody does within `CONNECT_TIMEOUT_S`, or it has another key.
-    ConfigError
-        *host* is another machine, and there is no job key.
+    Raises `PeerLostError` if none listens within `CONNECT_TIMEOUT_S` or it has another key, `ConfigError` if *host* is
+    another machine and there is no job key.
     """
     secret = secret_for(settings.load({}), [host])
     deadline, wait = time.monotonic() + CONNECT_TIMEOUT_S, Event()
@@ -204,7 +196,7 @@ def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -
 
 
 def accept(server: socket.socket, secret: Secret) -> Control:
-    """Return the connection of the first that comes to *server* and proves *secret*; strangers are hung up on."""
+    """Return the first connection to *server* that proves *secret*; close others."""
     while True:
         sock = server.accept()[0]
         try:

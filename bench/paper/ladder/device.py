@@ -1,8 +1,7 @@
-"""The RDMA port of one end, and the queue pairs over it."""
+"""The RDMA port of one end, and its queue pairs."""
 from __future__ import annotations
 
 import errno
-from types import TracebackType
 
 import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import Offer
@@ -11,22 +10,17 @@ from bpsfast.hardware.rdma_route import Rail, choose, peer_address
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx import verbs
 
-#: Writes of one end that may be under way.
+#: Writes of one end that may be in flight.
 MAX_SEND = 64
-#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again: on a busy machine a device in software answers
-#: late, and what is sent twice is neither the rung's doing nor always survived by such a device.
+#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again. On a busy machine a software device answers late;
+#: resent packets would have other causes than the variant, and some software devices fail after them.
 _TIMEOUT = 18
 
 
 def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
-    """Return the usable ports, the best towards *peer* first. *devices*: "" or names, exactly, as mlx5_0 or mlx5_0:1.
+    """Return the usable ports, the best towards *peer* first. *devices*: "" or exact names such as mlx5_0 or mlx5_0:1.
 
-    Raises
-    ------
-    OSError
-        ENODEV: there is none; the text says why.
-    ConfigError
-        *devices* or *gid_index* name what is not there.
+    Raises `OSError` (ENODEV) with the reason if there is none, `ConfigError` if *devices* or *gid_index* do not exist.
     """
     host = Host()
     if not host.devices:
@@ -41,7 +35,7 @@ def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
 
 
 class Port:
-    """An opened port. `close` after everything made with it."""
+    """An open port. Close everything made with it first."""
 
     def __init__(self, rail: Rail) -> None:
         self.rail = rail
@@ -51,23 +45,23 @@ class Port:
         self._mtu, self._lid, self._link_layer = found["active_mtu"], found["lid"], found["link_layer"]
 
     def completions(self, n_parts: list[int]) -> verbs.CompletionQueue:
-        """Make the completion queue of ends with so many partitions each."""
+        """Make the completion queue of ends with *n_parts* partitions each."""
         return verbs.CompletionQueue(self.device, sum(MAX_SEND + exchange.receives(n) for n in n_parts), events=True)
 
     def pair(self, queue: verbs.CompletionQueue, n_parts: int) -> verbs.QueuePair:
-        """Make a queue pair for an end of so many partitions, in state INIT."""
+        """Make a queue pair for an end of *n_parts* partitions, in state INIT."""
         pair = verbs.QueuePair(self.domain, queue, queue, max_send=MAX_SEND, max_recv=exchange.receives(n_parts),
                                max_send_sge=2)
         pair.to_init(self.rail.port)
         return pair
 
     def offer(self, pair: verbs.QueuePair, arrival: int = 0, rkey: int = 0) -> Offer:
-        """Return what the peer of *pair* has to know."""
+        """Return the data that the peer of *pair* needs."""
         gid = self.rail.gid.value.hex() if self.rail.gid else ""
         return Offer(pair.number, pair.psn, gid, self._lid, self._mtu, arrival, rkey)
 
     def connect(self, pair: verbs.QueuePair, peer: Offer) -> None:
-        """Bring *pair* up towards *peer*."""
+        """Connect *pair* to *peer*."""
         pair.to_rtr(peer.number, peer.psn, mtu=min(self._mtu, peer.mtu),
                     **self.rail.path(self._link_layer, peer.lid, bytes.fromhex(peer.gid)))
         pair.to_rts(timeout=_TIMEOUT)
@@ -80,5 +74,5 @@ class Port:
     def __enter__(self) -> Port:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""The memory of one end: areas with a list's partitions, each registered once, as the transport does."""
+"""The memory of one end: areas with a list's partitions, each registered once, as in the transport."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,24 +22,23 @@ class Area:
         self.address, self.lkey, self.rkey = self._region.address, self._region.lkey, self._region.rkey
 
     def begin(self, shift: bool) -> int:
-        """Return the address that the partitions' offsets count from."""
+        """Return the address that the partitions' offsets start from."""
         return self.address + (SHIFT if shift else 0)
 
     def addresses(self, shift: bool) -> list[int]:
-        """Return where each partition begins."""
+        """Return the address of each partition."""
         return [self.begin(shift) + offset for offset in self.offsets]
 
     def fill(self) -> None:
-        """Write the pattern that the service knows too."""
+        """Write the pattern that the service checks."""
         self._bytes.view(np.uint32)[:] = pattern(0, self._bytes.nbytes)
 
     def clear(self) -> None:
-        """Write zeros."""
+        """Fill the memory with zeros."""
         self._bytes.fill(0)
 
     def n_wrong(self, shift: bool, wanted: Sequence[bool], begins: Sequence[int]) -> int:
-        """Count words that are not the pattern's, in the partitions that are *wanted*. *begins*: where each lies in the
-        worker's memory."""
+        """Count words of the *wanted* partitions that differ from the pattern; *begins* are offsets at the worker."""
         wrong = 0
         for i, part in enumerate(self.parts):
             if wanted[i]:

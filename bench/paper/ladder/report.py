@@ -17,7 +17,7 @@ def block(model: Model, rows: Sequence[Row]) -> str:
     lines = [[f"{model}: {rows[0].nbytes / 1e6:.1f} MB, {rows[0].n_parts} partitions", *_HEAD]]
     for row in rows:
         first, third = row.quartiles_s()
-        lines.append([row.rung.name, f"{row.median_s * 1e3:.2f}", f"{first * 1e3:.2f}-{third * 1e3:.2f}",
+        lines.append([row.variant.name, f"{row.median_s * 1e3:.2f}", f"{first * 1e3:.2f}-{third * 1e3:.2f}",
                       f"{min(row.samples_s) * 1e3:.2f}",
                       f"{row.nbytes / row.median_s / 1e9:.3f}", f"{row.median_s / ours:.2f}",
                       f"{row.per_gigabyte(row.cpu_s):.2f}", f"{row.per_gigabyte(row.busy_s):.2f}", str(row.n_wrong)])
@@ -25,8 +25,8 @@ def block(model: Model, rows: Sequence[Row]) -> str:
 
 
 def verdict(model: Model, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return whether the vanilla rung loses to tcp here, by how much and how often, and the sentence that says so."""
-    vanilla, tcp, ours = (_find(rows, rung.name).median_s for rung in (VANILLA, TCP, OURS))
+    """Return whether `vanilla` is slower than tcp, by how much and how often, and a sentence about it."""
+    vanilla, tcp, ours = (_find(rows, variant.name).median_s for variant in (VANILLA, TCP, OURS))
     rounds = list(zip(_find(rows, VANILLA.name).turns_s(), _find(rows, TCP.name).turns_s()))
     best = min(_find(rows, VANILLA.name).samples_s) / min(_find(rows, TCP.name).samples_s)
     n_lost = sum(mine > theirs for mine, theirs in rounds)
@@ -39,14 +39,14 @@ def verdict(model: Model, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def records(model: Model, rows: Sequence[Row], n_rounds: int) -> list[dict[str, Any]]:
-    """Return the rows of one model for the result file, and its verdict. Bytes and seconds."""
+    """Return the rows and the verdict of one model for the result file; bytes and seconds."""
     chosen = {"model": model.name, "divisor": model.divisor}
     found: list[dict[str, Any]] = []
     for row in rows:
         first, third = row.quartiles_s()
         found.append({
             "section": "ladder",
-            "chosen": {**chosen, "rung": row.rung.name, "nbytes": row.nbytes, "n_partitions": row.n_parts,
+            "chosen": {**chosen, "rung": row.variant.name, "nbytes": row.nbytes, "n_partitions": row.n_parts,
                        "n_rounds": n_rounds, "n_per_round": row.n_steps},
             "measured": {"median_s": row.median_s, "first_quartile_s": first, "third_quartile_s": third,
                          "best_s": min(row.samples_s),
@@ -57,4 +57,4 @@ def records(model: Model, rows: Sequence[Row], n_rounds: int) -> list[dict[str, 
 
 
 def _find(rows: Sequence[Row], name: str) -> Row:
-    return next(row for row in rows if row.rung.name == name)
+    return next(row for row in rows if row.variant.name == name)

@@ -1,4 +1,4 @@
-"""The variants of `bench ladder`, and a model's partitions: their owners, addresses, contents, alike at both ends."""
+"""The variants of `bench ladder`, and a model's partitions: their owners, addresses and contents at both ends."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner.catalog import MODELS, n_elements
 
 PAGE = 4096
-#: Bytes that an unaligned partition begins behind a page: a multiple of an element, of no cache line.
+#: Offset of an unaligned partition from the page: a multiple of an element's size, but not of a cache line.
 SHIFT = 52
-#: A list of one partition of 8 bytes: its round trip is twice the latency.
+#: Name of a list of one partition of 8 bytes, whose round trip is twice the latency.
 PROBE = "8 bytes"
 
 _MIN_PARTITION_NBYTES = 4096
-_FACTOR = 2654435761  # Knuth's: neighbours differ in every byte
+_FACTOR = 2654435761  # Knuth's: consecutive products differ in every byte
 
 
 @dataclass(frozen=True)
 class Model:
-    """One gradient list. *divisor*: every tensor has 1 / *divisor* of its elements, and so has the largest partition,
-    so that there are as many messages as in the whole list."""
+    """One gradient list. Tensors and the largest partition have 1 / *divisor* of their size, so the number of messages
+    is that of the whole list."""
 
     name: str
     divisor: int = 1
@@ -35,19 +35,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Part:
-    """One partition: its bytes, and whether the service on the other host sums it (else the worker's own)."""
+    """One partition: its bytes, and whether the other host sums it (else the worker's own machine)."""
 
     nbytes: int
     remote: bool
 
 
 def parse_models(text: str, divisors: dict[str, int]) -> list[Model]:
-    """Return the models of ``vgg19,resnet50/4``; *divisors* holds where a name without number is to be divided.
+    """Return the models of ``vgg19,resnet50/4``; *divisors* are used for names without a number.
 
-    Raises
-    ------
-    ConfigError
-        A name that is unknown, or a divisor that is no positive number.
+    Raises `ConfigError` if a name is unknown or a divisor is not a positive number.
     """
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
@@ -62,7 +59,7 @@ def parse_models(text: str, divisors: dict[str, int]) -> list[Model]:
 
 
 def parts_of(model: Model, partition_nbytes: int) -> list[Part]:
-    """Return the partitions of a float32 list, in order; whoever has fewer bytes so far sums the next one."""
+    """Return the partitions of a float32 list in order; the owner with fewer bytes so far gets the next one."""
     if model.name == PROBE:
         return [Part(8, True)]
     limit = max(_MIN_PARTITION_NBYTES, partition_nbytes // model.divisor)
@@ -81,7 +78,7 @@ def parts_of(model: Model, partition_nbytes: int) -> list[Part]:
 
 
 def offsets(parts: Sequence[Part]) -> tuple[list[int], int]:
-    """Return where each partition begins in memory of its own, on a page with room for `SHIFT`, and the total."""
+    """Return the offset of each partition, page-aligned with room for `SHIFT`, and the total size."""
     found, at = [], 0
     for part in parts:
         found.append(at)
@@ -90,7 +87,7 @@ def offsets(parts: Sequence[Part]) -> tuple[list[int], int]:
 
 
 def pattern(begin: int, nbytes: int) -> Array:
-    """Return what stands in the worker's memory at byte *begin* (both multiples of 4)."""
+    """Return *nbytes* of the worker's memory from byte *begin* on (both multiples of 4)."""
     return np.arange(begin // 4, (begin + nbytes) // 4, dtype=np.uint32) * np.uint32(_FACTOR & 0xFFFFFFFF)
 
 
@@ -98,8 +95,8 @@ def pattern(begin: int, nbytes: int) -> Array:
 class LadderVariant:
     """One way to move a list. `switches` are those of `WriteExchange`.
 
-    `own_by_wire`: the share that is summed on the worker's own machine goes through the NIC's loopback (tcp: the
-    kernel's) instead of staying in shared memory. `unaligned`: no partition begins on a page, nor on a cache line.
+    `own_by_wire`: the share that the worker's own machine sums goes through the NIC's loopback (tcp: the kernel's)
+    instead of shared memory. `unaligned`: no partition begins at a page or cache line.
     """
 
     name: str
@@ -116,7 +113,7 @@ VANILLA = LadderVariant("vanilla", "all of the above taken back",
                         | exchange.TWO_SGES | exchange.HALF_DUPLEX, own_by_wire=True, unaligned=True)
 TCP = LadderVariant("tcp", "plain sockets, the own share through the loopback interface", own_by_wire=True, is_tcp=True)
 
-RUNGS = (
+VARIANTS = (
     OURS,
     LadderVariant("register per step", "each write's source is registered before it, deregistered after it",
                   exchange.REGISTER),
@@ -131,4 +128,4 @@ RUNGS = (
     TCP,
     LadderVariant("tcp, shared memory", "the same, but the own share stays in shared memory", is_tcp=True),
 )
-BY_NAME = {rung.name: rung for rung in RUNGS}
+BY_NAME = {variant.name: variant for variant in VARIANTS}

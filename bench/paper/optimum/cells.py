@@ -1,28 +1,29 @@
-"""The cells of `bench optimum`: layouts of machines, the number of helpers, and who runs."""
+"""The cells of `bench optimum`: layouts of machines, the number of helpers, and the contestants."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
 
 from bpsfast.base.settings import Settings
+from bpsfast.bench.harness.option_lists import parse_counts
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.tools.planner import catalog
 
-#: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
+#: Bits/s of all links together that two cores can move and sum without being the bottleneck, and number of machines.
 _TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}
 _PARTITION_NBYTES = 32 << 10
-#: May be under way to one peer: enough that no connection waits for an acknowledgement, little enough that a switch's
-#: port holds what all send to it.
+#: Bytes in flight to one peer: enough that no connection waits for an acknowledgement, and few enough that a switch
+#: port can queue the bytes of all senders.
 _CREDIT_PARTITIONS = 2
-#: Of half the size, where all workers' bytes stand at the ports of a few helpers (`Cell.crowded`).
+#: Half the size, for cells in which all workers' bytes queue at the ports of a few helpers (`Cell.crowded`).
 _CROWDED_CREDIT_PARTITIONS = 3
-#: Of half the size, where every link is full both ways (`Cell.full`), on links that are so much slower.
+#: Half the size, for cells in which every link is full in both directions (`Cell.full`), on slower links.
 _FULL_CREDIT_PARTITIONS = 4
 _FULL_RATE = 0.5
-#: The sums of the last partitions leave when nothing else does: each costs its owner as many transfers as there are
-#: workers, so a step of few partitions is above any formula.
+#: Nothing else is sent at the same time as the sums of the last partitions. Each takes its owner one transfer for each
+#: worker, so a step of few partitions takes longer than any formula.
 _NBYTES = 832 * _PARTITION_NBYTES
 _BYTEPS_PARTITION_NBYTES = 4_096_000
 _HASH_DIVISOR = 128
@@ -31,7 +32,7 @@ SETS = ("equal", "full", "unequal", "models")
 
 @dataclass(frozen=True)
 class Layout:
-    """Machines of one cluster. `workers`, `helpers`: each one's link, relative to `rate_bits` (bits/s each way)."""
+    """Machines of one cluster. `workers`, `helpers`: their links, relative to `rate_bits` (bits/s each way)."""
 
     title: str
     workers: tuple[float, ...]
@@ -40,7 +41,7 @@ class Layout:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Machine name -> bits/s; names as a job's shape has them."""
+        """Return machine name -> bits/s; the names are those of a job's shape."""
         named = {f"node{i}": share for i, share in enumerate(self.workers)}
         named |= {f"helper{i}": share for i, share in enumerate(self.helpers)}
         return {name: share * self.rate_bits for name, share in named.items()}
@@ -50,12 +51,12 @@ class Layout:
 class Cell:
     """One measurement: `n_helpers` of the layout's helpers, and the contestants that take turns.
 
-    A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (knows nothing
-    of links: what is optimal if all were alike), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or
-    "gradients of MODEL/N", as `ranks.Ranks` names them. `crowded`: where helpers own everything, all workers' bytes
-    stand at the ports of a few, and with them what gives the helpers credit for the next sums: with partitions of 32
-    KiB sums fall 10 % behind, with less in the queue, in smaller pieces, 2 %. `full`: where every link has to move as
-    many bytes both ways as any other, no time is left to make up for what the last sums take: smaller pieces.
+    A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (optimal if all
+    links were equal), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or "gradients of MODEL/N", as in
+    `BpsfastRank`. `crowded`: helpers own everything, so all workers' bytes, and the messages that give the helpers
+    credit for the next sums, queue at the ports of a few machines: steps take 10 % longer than the formula with
+    partitions of 32 KiB, and 2 % with smaller partitions and queues. `full`: every link moves equally many bytes in
+    both directions, so nothing hides the time of the last sums: smaller partitions.
     """
 
     n_helpers: int
@@ -67,29 +68,29 @@ class Cell:
     full: bool = False
 
     def partition_nbytes(self, contestant: str) -> int:
-        """Return what *contestant* cuts tensors into: BytePS has a default, which its hash is measured with."""
+        """Return the partition size of *contestant*; BytePS's hash is measured with BytePS's default."""
         if contestant.startswith("hash:"):
             return self.hash_partition_nbytes
         return _PARTITION_NBYTES // 2 if self.full or self._is_crowded(contestant) else _PARTITION_NBYTES
 
     def credit_nbytes(self, contestant: str) -> int:
-        """Return how many bytes *contestant* may have under way to one peer."""
+        """Return how many bytes *contestant* may have in flight to one peer."""
         if contestant.startswith("hash:"):
-            return self.partition_nbytes(contestant)  # eight of its partitions fit into a switch's port, not more
+            return self.partition_nbytes(contestant)  # a switch port can queue only eight of its partitions
         n = (_FULL_CREDIT_PARTITIONS if self.full else _CROWDED_CREDIT_PARTITIONS if self._is_crowded(contestant)
              else _CREDIT_PARTITIONS)
         return n * self.partition_nbytes(contestant)
 
     @property
     def awake_us(self) -> int:
-        """Return how long a wait keeps its core: sixteen machines share two, and what one keeps another wants."""
+        """Return how long a wait spins; not long, because up to sixteen machines share two cores."""
         return 0 if self.full else Settings().awake_us
 
     def _is_crowded(self, contestant: str) -> bool:
         return contestant == "ps" and self.crowded
 
     def specs(self) -> list[TensorSpec]:
-        """Return the tensors as the job declares them, in the order of their priority."""
+        """Return the tensors that the job declares, in order of priority."""
         if self.load == "numpy":
             return [TensorSpec(name=self.load, dtype="float32", shape=(self.nbytes // 4,))]
         model, _, divisor = self.load.removeprefix("gradients of ").partition("/")
@@ -97,7 +98,7 @@ class Cell:
                 for name, shape in catalog.divided(model, int(divisor)).items()]
 
     def machines(self, layout: Layout, rate_bytes: dict[float, float]) -> list[Machine]:
-        """Return the machines that take part; *rate_bytes*: relative link -> what it really moves."""
+        """Return the participating machines; *rate_bytes*: relative link -> measured bytes/s."""
         return ([Machine(True, rate_bytes[share]) for share in layout.workers]
                 + [Machine(False, rate_bytes[share]) for share in layout.helpers[: self.n_helpers]])
 
@@ -105,17 +106,14 @@ class Cell:
 def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell]]]:
     """Return layouts with their cells. *sets*: some of `SETS`; *workers*: counts where links are equal.
 
-    Raises
-    ------
-    ConfigError
-        If there is no such set, or a count is not from 2 to 32.
+    Raises `ConfigError` if there is no such set, or a count is not from 2 to 32.
     """
     found: list[tuple[Layout, list[Cell]]] = []
     for name in sets.split(","):
         if name == "equal":
-            found += [_equal(n, quick) for n in _counts(workers)]
+            found += [_equal(n, quick) for n in parse_counts("workers", workers, 32)]
         elif name == "full":
-            found += [_full(n) for n in _counts(workers)]
+            found += [_full(n) for n in parse_counts("workers", workers, 32)]
         elif name == "unequal":
             found += _unequal(quick)
         elif name == "models":
@@ -125,19 +123,12 @@ def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell
     return found
 
 
-def _counts(text: str) -> list[int]:
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if not all(2 <= n <= 32 for n in counts):
-        raise ConfigError(f"workers {text!r}: expected counts from 2 to 32 such as 2,4,8")
-    return counts
-
-
 def _rate_bits(n_machines: int) -> float:
     return next(total for most, total in _TOTAL_BITS.items() if n_machines <= most) / n_machines
 
 
 def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
-    """Fewer helpers than workers; whom they change nothing for takes part without any, and with half of them."""
+    """Return cells with fewer helpers than workers; others run only with none and with half as many."""
     layout = Layout(f"{n} workers, equal links", (1.0,) * n, (1.0,) * (n - 1), _rate_bits(2 * n))
     some = (0, n // 2)
     return layout, [
@@ -147,7 +138,7 @@ def _equal(n: int, quick: bool) -> tuple[Layout, list[Cell]]:
 
 
 def _full(n: int) -> tuple[Layout, list[Cell]]:
-    """As many helpers as workers: all that can help."""
+    """Return the cell with as many helpers as workers; more would not help."""
     rate_bits = _FULL_RATE * _rate_bits(2 * n)
     layout = Layout(f"{n} workers, as many helpers, equal links", (1.0,) * n, (1.0,) * n, rate_bits)
     return layout, [Cell(n, ("optimal", "ps", "colocated", "gloo"), _NBYTES, full=True)]
@@ -161,10 +152,10 @@ def _unequal(quick: bool) -> list[tuple[Layout, list[Cell]]]:
 
 
 def _models(quick: bool) -> tuple[Layout, list[Cell]]:
-    """Lists of whole tensors, 16 or 32 times smaller.
+    """Return cells with lists of whole tensors, 16 or 32 times smaller.
 
-    For BytePS's hash 128 times smaller, as is what BytePS cuts them into by default: of larger partitions those that
-    eight machines send to one overflow a switch's port, and what is measured are losses.
+    For BytePS's hash tensors and BytePS's default partitions are 128 times smaller: larger partitions that eight
+    machines send to one overflow a switch port, so the measurement would show lost packets.
     """
     layout = Layout("8 workers, 4 helpers, gradient lists", (1.0,) * 8, (1.0,) * 4, _rate_bits(12))
     cells = []

@@ -1,4 +1,4 @@
-"""The cells beside the model: t*B/M as measured, by the formula, and by the placement of whole partitions."""
+"""The tables: t*B/M as measured, from the formula, and from the placement of whole partitions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from bpsfast.orchestration.placement.shares import Machine, least_time_s, optima
 
 
 def time_s(contestant: str, nbytes: int, machines: Sequence[Machine]) -> float | None:
-    """Return the time of one step of *nbytes* a worker; rates in bytes/s. None: where bytes land depends on names."""
+    """Return the time of a step of *nbytes* for each worker, or None if the placement depends on names."""
     formula = _FORMULAS.get(contestant)
     return formula(machines, nbytes) if formula else None
 
 
 def _equal(machines: Sequence[Machine], nbytes: float) -> float:
-    """What is optimal if all machines were alike, on these: the split of the paper."""
+    """Return the step time of the paper's split, which is optimal for equal machines, on *machines*."""
     alike = [Machine(machine.has_ranks) for machine in machines]
     return max(machine_times_s(optimal_shares(alike, nbytes).owned, machines, nbytes))
 
@@ -34,7 +34,7 @@ _FORMULAS: Mapping[str, Callable[[Sequence[Machine], float], float]] = {
 
 
 def block(layout: Layout, measured: Sequence[Measured]) -> str:
-    """Return one layout's table. t, in units of M / B: B is the fastest link's; dev.: measured beside the formula."""
+    """Return one layout's table. t is in units of M / B (fastest link); dev.: measured relative to the formula."""
     lines = [["helpers", "contestant", "t*B/M", "formula", "dev. %", "whole parts", "sent/model", "CPU %", ""]]
     for each in measured:
         for row in each.rows:
@@ -56,7 +56,7 @@ def _shown(value: float | None, form: str = ".3f", factor: float = 1.0) -> str:
 
 
 def figures(measured: Measured, row: Row) -> dict[str, float | None]:
-    """Return a contestant's times in units of M/B, and the worst machine's sent bytes beside the model's."""
+    """Return a contestant's times in units of M/B, and the sent bytes relative to the model, of the worst machine."""
     cell, machines = measured.cell, measured.machines
     if row.name in ("colocated", "gloo"):
         machines = [machine for machine in machines if machine.has_ranks]
@@ -74,7 +74,7 @@ def figures(measured: Measured, row: Row) -> dict[str, float | None]:
 
 
 def _parts(cell: Cell, machines: Sequence[Machine], name: str) -> list[tuple[int, int]]:
-    """Return (nbytes, owner) of each partition as the job places them; nothing for who has no partitions."""
+    """Return (nbytes, owner) of each partition as the job places them; [] for contestants without partitions."""
     if name == "gloo":
         return []
     known = [Machine(machine.has_ranks) for machine in machines] if name == "equal" else machines
@@ -84,7 +84,7 @@ def _parts(cell: Cell, machines: Sequence[Machine], name: str) -> list[tuple[int
 
 
 def records(layout: Layout, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return one record a contestant and cell for the result file; bytes, seconds, and units of M/B."""
+    """Return one record for each contestant and cell for the result file; bytes, seconds, and units of M/B."""
     return [{
         "section": layout.title,
         "chosen": {"contestant": row.name, "n_workers": len(layout.workers), "n_helpers": each.cell.n_helpers,

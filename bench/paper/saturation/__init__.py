@@ -1,19 +1,19 @@
-"""``bpsfast bench saturation``: goodput, latency, CPU per GB and memory of push_pull while one thing grows at a time.
+"""``bpsfast bench saturation``: goodput, latency, CPU per GB and memory of push_pull while one parameter grows.
 
-Ranks of nodes of this machine, over tcp on loopback: the array's size, the number of ranks, of nodes,
-`partition_bytes`, `credit_bytes`. The jobs of one curve live through it and take turns. Wire throughput is what node 0
-sent and received to and from all peers, by its own count.
+The parameters are the array's size, the number of ranks and of nodes, `partition_bytes` and `credit_bytes`. All nodes
+run on this machine, over tcp on loopback. All jobs of one curve run until its end and take turns. Wire throughput is
+the traffic of node 0 with all peers, counted by the node.
 """
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from bpsfast.bench.harness import peers, plots, table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
@@ -24,10 +24,10 @@ _WORDS = {"rank": "bpsfast.bench.harness.contestant", "node": "node", "scheduler
 
 
 class Point:
-    """One job and one size. `value` is what the curve grows; all else is of the last turn, per operation.
+    """One job and one size. `value` is the curve's parameter; the rest is from the last turn, per operation.
 
-    `wire`: bytes that node 0 sent and received. `cpu_s`: CPU seconds by role (rank, node, scheduler), of all processes
-    of it. `memory_nbytes`: what node 0's segments and its process and rank 0's take, with the arrays of all
+    `wire`: bytes that node 0 sent and received. `cpu_s`: CPU seconds of all processes of each role (rank, node,
+    scheduler). `memory_nbytes`: memory of node 0's segments and process and of rank 0, including the arrays of all
     points that share the job; 0 for a peer.
     """
 
@@ -41,11 +41,11 @@ class Point:
 
     @property
     def goodput_bits(self) -> float:
-        """Bits of gradient per second, of a rank."""
+        """Return a rank's bits of gradient per second."""
         return 8 * self.row.nbytes / self.row.median_s
 
     def look(self, begins: bool) -> None:
-        """Read counters and CPU times, before a turn and after it."""
+        """Read counters and CPU times before (*begins*) or after a turn."""
         counters = self._counters()
         cpu_s = _by_role(self.row.group)
         if begins:
@@ -75,7 +75,7 @@ class Point:
 
 
 def _by_role(group: Group) -> dict[str, float]:
-    """Return CPU seconds so far of a group's processes by what they are."""
+    """Return the CPU seconds so far of a group's processes by role."""
     found: dict[str, float] = {}
     for pid in group.pids():
         try:
@@ -93,51 +93,40 @@ _NBYTES = 16 << 20
 _RANKS, _NODES = (2, 4, 6), (1, 2, 3)
 _PARTITIONS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _CREDITS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-_ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        curves ("size,credit": None for all), sizes (of the first curve), compare ("gloo"), n_rounds (5), json_path,
-        plot_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense, or a plot is asked for and cannot be drawn.
+    *options*, each of which may be missing or None: curves ("size,credit"; None for all), sizes (of the first curve),
+    compare ("gloo"), n_rounds (5), json_path, plot_path, quick. Raises `ConfigError` if one makes no sense, or if a
+    requested plot cannot be drawn.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("saturation", options)
     names = parse_names("--curves", given["curves"], CURVES) if "curves" in given else tuple(CURVES)
     if given.get("compare") not in (None, "gloo"):
         raise ConfigError(f"--compare {given['compare']}: between nodes it is gloo that is compared with")
-    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
+    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if given.quick else _SIZES))
     if "plot_path" in given:
         plots.check(given["plot_path"])
     gloo = given.get("compare") == "gloo"
     lacking = peers.missing("gloo") if gloo else None
     if lacking is not None:
         print(lacking)
-    began, found = time.time(), {}
+    found = {}
     for name in names:
-        found[name] = _measure(name, sizes, quick, gloo and lacking is None,
-                               given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS))
+        found[name] = _measure(name, sizes, given.quick, gloo and lacking is None, given.rounds(5, quick=2))
         print(f"{report(name, found[name])}\n", flush=True)
     if "plot_path" in given:
         with plots.figure(4.4, 3.6, n_panels=len(found)) as (made, panels):
             for panel, (name, points) in zip(panels, found.items()):
                 draw(panel, name, points)
             plots.save(made, given.pop("plot_path"))
-    records = [point.record(name) for name, points in found.items() for point in points]
-    return table.finish("saturation", given, began, records)
+    return given.finish([point.record(name) for name, points in found.items() for point in points])
 
 
 def _measure(name: str, sizes: Sequence[int], quick: bool, gloo: bool, n_rounds: int) -> list[Point]:
-    """Measure one curve: its jobs are all there while each point has its turns."""
+    """Measure one curve; all of its jobs run while the points take turns."""
     with contextlib.ExitStack() as stack:
 
         def point(value: int, nbytes: int = _NBYTES, n_ranks: int = 2, n_nodes: int = 2, **settings: Any) -> Point:
@@ -154,7 +143,7 @@ def _measure(name: str, sizes: Sequence[int], quick: bool, gloo: bool, n_rounds:
             points = [point(n, n_ranks=max(2, n), n_nodes=n) for n in _some(_NODES, quick)]
         elif name == "partition":
             points = [point(n, partition_bytes=n) for n in _some(_PARTITIONS, quick)]
-        else:  # parts small enough that the credit is what holds them back
+        else:  # partitions so small that the credit is the limit
             points = [point(n, credit_bytes=n, partition_bytes=64 << 10) for n in _some(_CREDITS, quick)]
         by_row = {id(each.row): each for each in points}
         take_turns([each.row for each in points], n_rounds, around=lambda row, begins: by_row[id(row)].look(begins))
@@ -179,7 +168,7 @@ def report(name: str, points: Sequence[Point]) -> str:
 
 
 def draw(panel: Any, name: str, points: Sequence[Point]) -> None:
-    """Draw goodput over what grew, and CPU seconds per GB on an axis of its own."""
+    """Draw goodput over the parameter, and CPU seconds per GB on a second axis."""
     right = panel.twinx()
     for contestant, line in (("bpsfast", "-"), ("gloo", ":")):
         mine = [point for point in points if point.row.group.name == contestant]

@@ -1,30 +1,31 @@
 """``bpsfast bench summation``: why a server should only sum (BytePS's CPU bottleneck, OSDI'20 section 4.2).
 
-Gbit/s of gradients that a core sums by our kernels, beside what it takes to update parameters on the same CPU by SGD,
-momentum, RMSProp, Adam; then cores and memory traffic for each rate of a network card. Partitions of 4 MB come from
-DRAM. Figures per core are by CPU time, so that other programs' turns on a core do not count; contestants take turns.
+It measures the Gbit/s of gradients that a core sums with our kernels, and with updates of parameters on the same CPU by
+SGD, momentum, RMSProp and Adam; then it computes cores and memory traffic for each rate of a network card. Partitions
+of 4 MB come from DRAM. Figures per core use CPU time, so that other programs on a core do not matter; contestants take
+turns.
 
-Memory's rate is the most traffic that any of these operations reached on all CPUs at once. Traffic is counted as the
-paper does: every operand goes through memory once, and the card's bytes twice, once in each direction.
+The memory rate is the highest traffic that any of these operations reached on all CPUs at once. Traffic is counted as
+in the paper: every operand passes memory once, and the card's bytes twice, once in each direction.
 """
 from __future__ import annotations
 
 import platform
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bpsfast import kernels
 from bpsfast.bench.harness import plots, table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, cold_nbytes
+from bpsfast.bench.harness.option_lists import parse_numbers
 from bpsfast.bench.paper.summation import instructions, lines, operations
 from bpsfast.bench.paper.summation.operations import SUM_DTYPES, Row
 from bpsfast.bench.paper.summation.thread_team import ThreadTeam, n_usable
 from bpsfast.orchestration.errors import ConfigError
 
 LINES = "10,25,100,400"
-_ROUNDS, _QUICK_ROUNDS = 15, 4
 _CALLS, _QUICK_CALLS = 12, 4
 _MOST_WORKERS = 8
 
@@ -32,26 +33,19 @@ _MOST_WORKERS = 8
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables and verdicts, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_workers (4), lines ("10,25": Gbit/s), n_rounds (15), json_path, plot_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense, or a plot is asked for and cannot be drawn.
+    *options*, each of which may be missing or None: n_workers (4), lines ("10,25": Gbit/s), n_rounds (15), json_path,
+    plot_path, quick. Raises `ConfigError` if one makes no sense, or if a requested plot cannot be drawn.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick, n_workers = bool(given.get("quick")), given.get("n_workers", 4)
+    given = BenchRun("summation", options)
+    n_workers = given.get("n_workers", 4)
     if not 2 <= n_workers <= _MOST_WORKERS:
         raise ConfigError(f"bench summation sums gradients of 2 to {_MOST_WORKERS} workers, got {n_workers}")
-    rates = rates_of(given.get("lines") or LINES)
+    rates = [1e9 * gbits for gbits in parse_numbers("--lines", given.get("lines") or LINES, 1e6,
+                                                    f"rates in Gbit/s, such as {LINES}")]
     if "plot_path" in given:
         plots.check(given["plot_path"])
-    began = time.time()
-    rows = measure(n_workers, SUM_DTYPES, given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS),
-                   _QUICK_CALLS if quick else _CALLS, cold_nbytes(quick))
+    rows = measure(n_workers, SUM_DTYPES, given.rounds(15, quick=4), _QUICK_CALLS if given.quick else _CALLS,
+                   cold_nbytes(given.quick))
     found = instructions.count(kernels.assembly("float32")) if platform.machine() == "x86_64" else None
     print(report(rows, n_workers, rates, found))
     if "plot_path" in given:
@@ -59,22 +53,11 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             draw(panel, rows, rates)
             plots.save(made, given.pop("plot_path"))
     code = [{"section": "instructions", "chosen": {"kernel": "float32"}, "measured": found._asdict()}] if found else []
-    return table.finish("summation", given, began, [*(_record(row) for row in rows), *code])
-
-
-def rates_of(text: str) -> list[float]:
-    """Return the lines' bits per second from ``10,25`` (Gbit/s)."""
-    try:
-        rates = [float(part) * 1e9 for part in text.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1e15 for rate in rates):
-        raise ConfigError(f"--lines {text!r}: expected rates in Gbit/s, such as {LINES}")
-    return rates
+    return given.finish([*(_record(row) for row in rows), *code])
 
 
 def measure(n_workers: int, dtypes: Sequence[str], n_rounds: int, n_calls: int, pool_nbytes: int) -> list[Row]:
-    """Return rows with samples: of one thread, and of as many as there are CPUs."""
+    """Return rows with samples, for one thread and for one thread on each CPU."""
     kernels.warm(dtypes)
     counts = sorted({1, n_usable()})
     rows: list[Row] = []
@@ -129,7 +112,7 @@ def _by_line(offered: Sequence[lines.Service], rates: Sequence[float], here: lin
 
 
 def draw(panel: Any, rows: Sequence[Row], rates: Sequence[float]) -> None:
-    """Draw Gbit/s of a core by operation, with the lines that it might have to keep up with."""
+    """Draw the Gbit/s of a core for each operation, with the rates of network cards as lines."""
     alone = [row for row in rows if row.n_threads == 1 and row.operation != operations.COPY]
     names = [f"{row.operation}\n{row.dtype}" for row in alone]
     colors = ["C0" if row.operation.startswith("sum") else "C1" for row in alone]

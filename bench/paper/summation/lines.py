@@ -1,4 +1,4 @@
-"""The cores and the memory traffic that a server needs to keep up with a NIC, by what it does."""
+"""The cores and the memory traffic that different servers need to keep up with a network card."""
 from __future__ import annotations
 
 import math
@@ -8,38 +8,38 @@ from typing import NamedTuple
 from bpsfast.bench.paper.summation.operations import FUSED, Row
 from bpsfast.bench.paper.summation.updates import UPDATES
 
-#: The card writes each byte that comes in, and reads each that goes out, of which there are as many.
+#: The card writes each incoming byte to memory, and reads as many outgoing bytes.
 _CARD_TRAFFIC = 2.0
 
 
 class Service(NamedTuple):
-    """What a server does to a gradient that *n_workers* send: for each bit that comes in, seconds of a core and bits
-    of memory traffic, the card's included."""
+    """Cost of a server for gradients of *n_workers*, for each incoming bit: seconds of a core, and bits of memory
+    traffic (including the card's)."""
 
     name: str
     core_s: float
     traffic: float
 
     def cores(self, line_bits: float) -> float:
-        """Return how many cores it keeps busy at this rate."""
+        """Return how many cores it needs at this rate."""
         return self.core_s * line_bits
 
 
 class Machine(NamedTuple):
-    """What there is: cores, and bits of memory traffic per second."""
+    """Resources of a machine: cores, and bits of memory traffic per second."""
 
     n_cores: int
     memory_bits: float
 
 
 def machine(rows: Sequence[Row]) -> Machine:
-    """Return what all cores together have shown: the most memory traffic of any operation."""
+    """Return the machine's resources; its memory rate is the highest traffic of any operation on all cores."""
     n_cores = most(rows)
     return Machine(n_cores, max(row.bits * row.traffic for row in rows if row.n_threads == n_cores))
 
 
 def services(rows: Sequence[Row], n_workers: int) -> list[Service]:
-    """Return the summation service, and servers that update parameters, too: once for *n_workers* gradients summed."""
+    """Return the summation service, and servers that also update parameters, once for *n_workers* gradients."""
     alone = {(row.operation, row.dtype): row for row in rows if row.n_threads == 1}
     total = alone[FUSED, "float32"]
     found = [Service("sum (bpsfast)", 1 / total.core_bits, total.traffic + _CARD_TRAFFIC)]
@@ -56,14 +56,14 @@ def most(rows: Sequence[Row]) -> int:
 
 
 def limit(service: Service, line_bits: float, found: Machine) -> str:
-    """Return why a machine cannot keep up with the line: "memory", "cores", or "" if it can."""
+    """Return the bottleneck at this rate: "memory", "cores", or "" if there is none."""
     if service.traffic * line_bits > found.memory_bits:
         return "memory"
     return "cores" if service.cores(line_bits) > found.n_cores else ""
 
 
 def verdict(offered: Sequence[Service], line_bits: float, found: Machine) -> str:
-    """Say in one line what a machine can do at this rate."""
+    """Return a sentence about what a machine can do at this rate."""
     carried = [service.name for service in offered if not limit(service, line_bits, found)]
     own = offered[0]
     needs = (f"{line_bits / 1e9:g} Gbit/s: {_number(own.cores(line_bits))} cores, "

@@ -1,4 +1,4 @@
-"""The operations of a server on gradients: sums by our kernels, optimizers' updates, and a copy as the bound."""
+"""The operations of a server on gradients: sums with our kernels, optimizers' updates, and a copy as the bound."""
 from __future__ import annotations
 
 import statistics
@@ -15,9 +15,9 @@ SUM_DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass
 class Row:
-    """One operation of one number of threads on partitions of `PARTITION_NBYTES`.
+    """One operation with one number of threads on partitions of `PARTITION_NBYTES`.
 
-    Of the *n_arrays* that it touches *n_in* are gradients that came in; memory moves *n_streams* partitions for them.
+    It uses `n_arrays`, of which `n_in` are incoming gradients; memory moves `n_streams` partitions for them.
     `samples_s` are seconds of one call of all threads at once, `cpu_s` CPU seconds of one call of one thread.
     """
 
@@ -32,22 +32,22 @@ class Row:
 
     @property
     def core_bits(self) -> float:
-        """Bits per second of gradients that a core takes in, by its CPU time."""
+        """Return the bits of gradients that a core processes in a second of CPU time."""
         return 8 * self.n_in * PARTITION_NBYTES / statistics.median(self.cpu_s)
 
     @property
     def bits(self) -> float:
-        """Bits per second of gradients that all threads took in."""
+        """Return the bits per second of gradients that all threads process."""
         return 8 * self.n_in * PARTITION_NBYTES * self.n_threads / statistics.median(self.samples_s)
 
     @property
     def traffic(self) -> float:
-        """Bytes that go through memory for each byte of gradient that comes in."""
+        """Return the bytes of memory traffic for each incoming byte of gradients."""
         return self.n_streams / self.n_in
 
 
 def rows(n_workers: int, n_threads: int, dtypes: tuple[str, ...]) -> list[Row]:
-    """Return what is to be measured, without samples: the copy first."""
+    """Return the rows to measure, without samples; the copy is the first."""
     found = [Row(COPY, "float32", n_threads, 2, 1, 2)]
     for name in dtypes:
         found.append(Row(IN_PLACE, name, n_threads, 2, 1, 3))
@@ -58,10 +58,10 @@ def rows(n_workers: int, n_threads: int, dtypes: tuple[str, ...]) -> list[Row]:
 
 
 def call_of(row: Row) -> Operation:
-    """Return what one thread calls, with the partitions as a list."""
+    """Return the function that one thread calls with a list of partitions."""
     if row.operation == IN_PLACE:
         return lambda v: kernels.add_into(v[0], v[1])
-    if row.operation in (COPY, FUSED):  # all as inputs of other nodes: one after the other, no sum of their own
+    if row.operation in (COPY, FUSED):  # all are inputs from other nodes, added one after another
 
         def fused(v: list[Array]) -> None:
             kernels.fused_sum(v[0], v[1:], (), (), nontemporal=True)

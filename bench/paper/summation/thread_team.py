@@ -1,4 +1,4 @@
-"""One thread, or one for each CPU, that calls a function on partitions that come from DRAM."""
+"""One thread, or one for each CPU, that calls a function on partitions in DRAM."""
 from __future__ import annotations
 
 import os
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import NamedTuple
 
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Array, Pool
@@ -24,14 +23,9 @@ class Turn(NamedTuple):
 
 
 class ThreadTeam:
-    """*n_threads* threads, each with a pool of its own that it has touched first. A context manager.
+    """*n_threads* threads, each with its own pool, which it touches first; a context manager.
 
-    What they call holds no GIL.
-
-    Parameters
-    ----------
-    pool_nbytes
-        Of all pools together.
+    *pool_nbytes* is the size of all pools together. Operations must release the GIL.
     """
 
     def __init__(self, n_threads: int, pool_nbytes: int) -> None:
@@ -45,19 +39,19 @@ class ThreadTeam:
     def __enter__(self) -> ThreadTeam:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._threads.shutdown()
 
     def fill(self, name: str) -> None:
-        """Make all memory ones of a dtype."""
+        """Fill all memory with ones of a dtype."""
         if name != self._filled:
             list(self._threads.map(lambda pool: pool.fill(name), self._pools))
             self._filled = name
 
     def turn(self, operation: Operation, n_arrays: int, name: str, n_calls: int) -> Turn:
-        """Let every thread call *operation* on *n_arrays* partitions *n_calls* times, after one call that is not timed.
+        """Call *operation* on *n_arrays* partitions *n_calls* times in every thread, after one call that is not timed.
 
-        All begin together; the time is until the last one has ended.
+        All threads begin together; the time ends with the last one.
         """
 
         def work(pool: Pool) -> tuple[float, float, float]:

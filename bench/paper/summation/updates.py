@@ -1,7 +1,7 @@
-"""Optimizers' updates, compiled, of float32 parameters in place: what a parameter server does beside the sum.
+"""Compiled optimizers' updates of float32 parameters in place, which a parameter server does in addition to the sum.
 
-As fast as LLVM makes them: reassociation and approximate square roots are allowed, which our sums do without. Each is
-one pass: every value that an update reads or writes goes through memory once.
+They are as fast as LLVM makes them: reassociation and approximate square roots are allowed (not in our sums). Each is
+one pass: every value that an update reads or writes passes memory once.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEPT_MOMENTUM, _KEPT_DECAY = np.float32(0.1), np.float32(0.001)
 
 
 class Update(NamedTuple):
-    """An update of *n_arrays* (parameters, gradient, state), which reads or writes each of them: *n_streams*."""
+    """An update of `n_arrays` (parameters, gradient, state), with `n_streams` reads and writes of them."""
 
     n_arrays: int
     n_streams: int
@@ -60,7 +60,7 @@ UPDATES = {
 
 @functools.cache
 def compiled(name: str) -> Any:
-    """Return the update of `UPDATES` as a function of its arrays (1-D, float32, contiguous), which needs no GIL."""
+    """Return the update *name* as a function of its arrays (1-D, float32, contiguous) that releases the GIL."""
     from numba import njit, types
 
     update = UPDATES[name]

@@ -272,7 +272,7 @@ class Facts:
     @cached_property
     def uid(self) -> int:
         """The effective user id."""
-        words = self._status("Uid").split()
+        words = self.host.tree.fields("proc/self/status").get("Uid", "").split()
         return int(words[1]) if len(words) > 1 else -1
 
     @cached_property
@@ -334,7 +334,8 @@ class Facts:
     @cached_property
     def can_lock_memory(self) -> bool:
         """Whether CAP_IPC_LOCK lifts the limit: it is effective, and in the initial user namespace."""
-        effective = int(self._status("CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1
+        capabilities = self.host.tree.fields("proc/self/status").get("CapEff") or "0"
+        effective = int(capabilities, 16) >> _CAP_IPC_LOCK & 1
         words = (self.host.tree.text("proc/self/uid_map") or "0 0 4294967295").split()
         return bool(effective) and words[:3] == ["0", "0", "4294967295"]
 
@@ -350,14 +351,6 @@ class Facts:
         words = [word for key in ("ID", "ID_LIKE") for word in release.get(key, "").strip('"').split()]
         return next((command for word in words for name, command in _PACKAGES.items() if name in word),
                     "install libibverbs and the rdma-core package of your distribution")
-
-    def _status(self, name: str) -> str:
-        """Return one field of /proc/self/status."""
-        for line in (self.host.tree.text("proc/self/status") or "").splitlines():
-            field, _, value = line.partition(":")
-            if field == name:
-                return value.strip()
-        return ""
 
 
 def _limit(word: str) -> int | None:

@@ -21,6 +21,7 @@ import msgspec
 from ...base.addresses import format_address, is_loopback
 from ...base.framing import Frames
 from ...base.job_key import given_key, job_key
+from ...base.resources import Closing
 from ...base.settings import Settings
 from ...orchestration import security
 from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
@@ -154,7 +155,7 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
         "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
-class Control:
+class Control(Closing):
     """One end of the control connection; owns the socket. One thread. A peer silent for *timeout_s* is stalled."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -256,12 +257,6 @@ class Control:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._sock.close()
-
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def listen(port: int, host: str = "") -> socket.socket:

@@ -17,7 +17,7 @@ from ...orchestration.codec import CodecSpec
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement import forecast
 from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
-from ...orchestration.placement.codec_choice import Choice, choose, loads_of
+from ...orchestration.placement.codec_choice import CodecChoice, choose, loads_of
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
 from ...orchestration.placement.rebalancing import reassign
@@ -32,7 +32,7 @@ class Compression(NamedTuple):
     """The `choice` of tensors for `codec` (None: a machine has no peer), and names `left` out, in forward order."""
 
     codec: CodecSpec
-    choice: Choice | None
+    choice: CodecChoice | None
     left: tuple[str, ...]
 
 

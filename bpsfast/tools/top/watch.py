@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from ...base.resources import Closing
 from ...orchestration.errors import PeerLostError, StallError
 from .sample import NodeSample, Sample, State, node_sample, rank_samples
 from .scrape import Scrape, scrape
@@ -36,7 +37,7 @@ class _Seen(NamedTuple):
     n_missing: int = 0
 
 
-class Watch:
+class Watch(Closing):
     """Scrapes the nodes of the first job at *places*. Owner thread only; threads do the requests. `close` it."""
 
     def __init__(self, places: Sequence[MetricsAddress], timeout_s: float = 2.0) -> None:
@@ -49,12 +50,6 @@ class Watch:
         self._remarked: dict[int, State] = {}
         #: nodes with ranks that were lost while others answered
         self.missed: set[int] = set()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the threads, each after at most one scrape timeout."""

@@ -1,7 +1,7 @@
 """A backward pass whose hooks push gradients: measures whether that delays the program's stream or the host.
 
-Layer by layer matrices are multiplied and a gradient is written; then its hook begins a push_pull, as a framework's
-does. The same without any exchange is what it must not be slower than.
+For each layer the device multiplies matrices and writes a gradient, whose hook begins a push_pull, as in a framework.
+The time of the same pass without communication must not be exceeded.
 """
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bpsfast.bench.device.hardware import Hardware, Moment
 
 
 class Step(NamedTuple):
-    """Seconds of one step: `stream_s` from the first kernel to the end of the last one, by the device's clock;
-    `hooks_s` of the host in all hooks, `longest_s` in one; `host_s` until everything is enqueued; `step_s` until the
-    stream has the sums.
+    """Seconds of one step: `stream_s` from the first kernel to the end of the last one, on the device's clock;
+    `hooks_s` and `longest_s` of the host in all hooks and in the longest one; `host_s` until everything is enqueued;
+    `step_s` until the stream has the sums.
     """
 
     stream_s: float
@@ -24,8 +24,8 @@ class Step(NamedTuple):
     step_s: float
 
 
-class Beside:
-    """The backward pass of *n_layers* layers of *nbytes* of gradient, each after *n_products* products of matrices."""
+class BackwardPass:
+    """The backward pass of *n_layers* layers, each with *n_products* products of matrices and *nbytes* of gradient."""
 
     def __init__(self, hardware: Hardware, rank: int, size: int, n_layers: int, nbytes: int, n_products: int) -> None:
         self._hardware = hardware
@@ -35,7 +35,7 @@ class Beside:
         self._n_steps = 0
 
     def step(self, exchanges: bool) -> Step:
-        """Make one step, with or without an exchange."""
+        """Make one step, with or without communication."""
         hardware = self._hardware
         self._n_steps += 1
         value = float(self._rank + self._n_steps % 64)
@@ -49,7 +49,7 @@ class Beside:
             hardware.set(gradient, value)
             before = time.perf_counter()
             if exchanges:
-                handles.append(hardware.begin(gradient, f"beside {i}", average=False))
+                handles.append(hardware.begin(gradient, f"backward {i}", average=False))
             hooks_s.append(time.perf_counter() - before)
         last: Moment = hardware.moment()
         enqueued = time.perf_counter()
@@ -60,6 +60,6 @@ class Beside:
         return Step(last.since(first), sum(hooks_s), max(hooks_s), enqueued - began, ended - began)
 
     def n_wrong(self) -> int:
-        """Return how many elements are not the sum of what the ranks wrote in the last step, which exchanged."""
+        """Return how many elements are not the sum of all ranks' gradients of the last step, which exchanged."""
         value = float(sum(rank + self._n_steps % 64 for rank in range(self._size)))
         return sum(int((self._hardware.read(gradient) != value).sum()) for gradient in self._gradients)
