@@ -55,7 +55,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3   a forced strategy beside the best
+    bpsfast topo --strategy --set reduce_roots=2,3   the forced and the best
     """
     if source is not None and root is not None:
         raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
