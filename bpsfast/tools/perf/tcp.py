@@ -222,5 +222,8 @@ class TcpEnd:
             self._acceptor.close()
         while not self._accepted.empty():
             self._accepted.get()[1].close()
-        for each in (*self._streams, *self._early.values(), self._memory):
-            each.close()
+        for sock in self._early.values():
+            sock.close()
+        for stream in self._streams:
+            stream.close()
+        self._memory.close()
