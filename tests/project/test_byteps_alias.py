@@ -1,4 +1,4 @@
-"""`import byteps.torch` finds bpsfast.torch where somebody asks for that, and nothing else of ours under that name."""
+"""`import byteps.torch` imports bpsfast.torch if that is enabled; nothing else of bpsfast has that name."""
 from __future__ import annotations
 
 import subprocess
