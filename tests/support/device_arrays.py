@@ -1,4 +1,4 @@
-"""Arrays of streams of the host device, for functions that ranks run."""
+"""Arrays on streams of the host device, for functions that ranks run."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support.device_memory import LIMIT_S
 
 
 def values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
-    """Numbers of this rank whose sum depends on the association."""
+    """Return numbers of this rank whose sum depends on the order of additions."""
     rng = np.random.default_rng([seed, bpsfast.rank()])
     numpy_dtype = TABLE[dtype].numpy
     if np.dtype(numpy_dtype).kind in "iu":
@@ -32,24 +32,24 @@ class Stream:
         self._stream.close()
 
     def far(self, x: Any) -> Any:
-        """Return a copy of *x* that the stream makes."""
+        """Return a copy of *x*, made by the stream."""
         made = np.zeros_like(x).view(HostArray)
         made.stream = self._stream
         self._stream.run(lambda: np.copyto(made, x))
         return made
 
     def near(self, x: Any) -> Any:
-        """Return what the stream finds in *x*."""
+        """Return the contents of *x* on the stream."""
         found: list[Any] = []
         self._stream.run(lambda: found.append(np.array(x)))
         self._stream.record().wait(LIMIT_S)
         return found[0]
 
     def check(self, x: Any, value: float, wrong: list[Any]) -> None:
-        """Let the stream see whether *x* is *value* all over, and enter into *wrong* what it is not. Does not wait."""
+        """Enqueue a check that all elements of *x* are *value*, which adds others to *wrong*; does not wait."""
         self._stream.run(lambda: (x == value).all() or wrong.append(("late", value, x.flat[0])))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether both have the same bits."""
+    """Return whether both have the same bits."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

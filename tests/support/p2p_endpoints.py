@@ -1,4 +1,4 @@
-"""Posts of one process: ranks of a job without scheduler and nodes, with only what a post asks its session for."""
+"""Endpoints in one process: ranks of a job without scheduler and nodes, with a minimal session."""
 from __future__ import annotations
 
 import os
@@ -14,7 +14,7 @@ KEY = bytes(range(32))
 
 
 class Office:
-    """*size* posts; over the network as if each were on a node of its own, if *far*. Close it."""
+    """*size* endpoints; with *far* they use the network, as if each had a separate node. Close it."""
 
     def __init__(self, size: int = 2, far: bool = False, **values: object) -> None:
         self.settings = load({"timeout_s": 20, "transport": "tcp" if far else "auto", "node_host": "127.0.0.1",
@@ -48,11 +48,11 @@ class Office:
                     raise ClosedError("given up")
                 if time.monotonic() >= deadline:
                     raise StallError(f"{who} has not published {key!r}")
-                self.changed.wait(0.02)  # and ask again whether it is given up
+                self.changed.wait(0.02)  # then check for cancellation again
             return self.board[key]
 
     def close(self) -> None:
-        """Close all posts, at the same time, as ranks do."""
+        """Close all endpoints at the same time, like ranks."""
         threads = [threading.Thread(target=post.close) for post in self.posts]
         for thread in threads:
             thread.start()

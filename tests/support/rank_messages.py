@@ -1,4 +1,4 @@
-"""Messages of the rank that runs this, in short words: its post, what is sent and received, a ring of all ranks."""
+"""Short functions for messages of this rank: its endpoint, sends and receives, a ring of all ranks."""
 from __future__ import annotations
 
 import numpy as np
@@ -28,7 +28,7 @@ def pattern(nbytes, seed):
 
 
 def ring(sizes, copies=True):
-    """Send to the next rank, receive from the one before."""
+    """Send to the next rank and receive from the previous one."""
     if not copies:
         cross_memory.can_read = lambda *token: False
     me, size = bpsfast.rank(), bpsfast.size()
