@@ -1,12 +1,12 @@
 # make demo, make test, make expr1, make expr2, make expr3: set everything up on a fresh Debian or Ubuntu machine (Python 3.10 or newer), then run.
 PYTHON ?= python3
 VENV ?= .venv
-# PyPI's torch may bring CUDA along; name a package index with a CPU-only build here to get that one instead.
+# PyPI's torch may depend on CUDA packages; to install a CPU-only build, set this to a package index that has one.
 TORCH_INDEX ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
-# What the compiled modules and the list of dependencies come from; Python files are used where they lie.
+# Sources of the compiled modules and of the dependency list; Python files are used in place (editable install).
 sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h bench/paper/ladder/*.pyx bench/paper/ladder/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -17,8 +17,8 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(stamp)
 	$(bin)/python examples/digits/demo.py --out out/demo
 
-# All tests but those that need RDMA devices, two files at a time; of large matrices and of what takes long a twelfth,
-# drawn by the commit. PYTEST adds arguments.
+# All tests except those that need RDMA devices, two files at a time. Of large matrices and of slow tests a twelfth is run,
+# chosen by the commit hash. PYTEST adds arguments.
 PYTEST ?=
 test: $(stamp) sshd mpi
 	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH) $(PYTEST)
@@ -27,16 +27,17 @@ test: $(stamp) sshd mpi
 	@echo "not run here: tests/gpu, which need a GPU (make test-gpu: skipped where there is none)"
 	@echo "skipped without their frameworks: tests/jax, tests/tensorflow, tests/keras (make test-frameworks), tests/mxnet (make test-mxnet), tests/ecosystem (make test-ecosystem)"
 
-# The whole matrices, and what takes minutes: some hours on two cores.
+# The same with the whole matrices and the tests that take minutes: some hours on two cores.
 test-thorough: THOROUGH := --thorough
 test-thorough: test test-guest
 
-# Those, in an emulated machine that has two: a sixth, drawn by the commit.
+# Tests that need RDMA devices, in an emulated machine that has two: a sixth of them, chosen by the commit hash.
 test-guest: $(stamp) guest
 	$(bin)/pytest -q --durations=10 tests/guest $(THOROUGH) $(PYTEST)
 
-# What needs a GPU, and with `make gpu` then the bench, whose samples go into RESULTS: eight minutes. SITE=python3 fetches
-# nothing: that Python's PyTorch and CuPy serve, and WHEELS=DIR has what else it lacks. DEVICE=host rehearses without a GPU.
+# Tests that need a GPU; `make gpu` then runs the bench, whose samples go into RESULTS: eight minutes. SITE=python3 uses
+# that Python's PyTorch and CuPy and downloads nothing; WHEELS=DIR has wheels of what it lacks. DEVICE=host tries all this
+# without a GPU.
 SITE ?=
 WHEELS ?=
 DEVICE ?= cuda
@@ -65,30 +66,31 @@ $(VENV)-site/.gpu: $(sources)
 	  --editable .
 	touch $@
 
-# The examples for Lightning, Accelerate, Transformers, Ray and torchft, which take 700 MB and some minutes to install.
+# Tests of the examples for Lightning, Accelerate, Transformers, Ray and torchft: 700 MB and some minutes to install.
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
 	$(bin)/pytest -q --durations=10 tests/ecosystem/test_ecosystem.py
 
-# What uses torch, with other versions of it: 5 GB each from PyPI, one at a time (CPU builds from TORCH_INDEX: 1 GB).
+# Tests of what uses torch, with other versions of torch: 5 GB each from PyPI, one at a time (CPU builds from TORCH_INDEX:
+# 1 GB).
 test-torch-versions: $(stamp)
 	$(bin)/python -m tests.support.torch_versions $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(TORCH_VERSIONS)
 
-# What is tested with other frameworks than torch, which take some hundred MB to install.
+# Tests with other frameworks than torch, which take some hundred MB to install.
 framework_tests := tests/jax tests/tensorflow tests/hvd/test_hvd_tensorflow.py tests/keras \
   tests/bench/test_bench_frameworks.py tests/project/test_api.py
 test-frameworks: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,keras,tensorflow,test]
 	$(bin)/pytest -q --durations=10 --numprocesses=2 --dist=loadfile $(framework_tests) $(PYTEST)
 
-# MXNet 1.9.1 is retired and needs NumPy below 1.24: an environment of its own.
+# MXNet 1.9.1 is retired and needs NumPy below 1.24, so it gets a virtual environment of its own.
 mxnet := $(VENV)/mxnet
 test-mxnet: $(stamp)
 	test -x $(mxnet)/bin/pip || $(PYTHON) -m venv $(mxnet)
 	$(mxnet)/bin/pip install --quiet --editable . "mxnet==1.9.1" "numpy<1.24" "scikit-learn<1.6" pytest pytest-timeout hypothesis
 	$(mxnet)/bin/pytest -q --durations=10 tests/mxnet/test_mxnet.py tests/mxnet/test_mxnet_digits.py
 
-# Style and types. mypy is shown the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
+# Style and types. mypy sees the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
 view := $(VENV)/view
 lint: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[lint,test]
@@ -99,8 +101,8 @@ lint: $(stamp)
 	MYPYPATH=$(view) $(bin)/mypy --no-incremental --config-file pyproject.toml -p bpsfast
 	$(bin)/mypy bench
 
-# Which lines the tests run, Python's and those of C and Cython, on this machine and in the emulated one: reports below
-# out/coverage. The compiled modules are built twice for it.
+# Coverage of Python, C and Cython by the tests on this machine and in the emulated one: reports below out/coverage. It
+# builds the compiled modules twice.
 coverage: $(stamp) sshd mpi guest
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[coverage,test]
 	$(bin)/python -m tests.support.covered --pytest="$(THOROUGH) $(PYTEST)"
@@ -111,22 +113,23 @@ wheels: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[release,test]
 	$(bin)/python -m tests.support.wheels $(PYTHONS)
 
-# Pages and API reference, below out/docs. A warning fails it. The docstrings of frameworks that are not installed are read, too.
+# Pages and API reference, below out/docs. Any warning is an error. Modules for frameworks that are not installed are
+# documented, too.
 docs: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[docs]
 	$(bin)/python -m bpsfast.docs.settings_page
 	$(bin)/sphinx-build --quiet --fail-on-warning --keep-going -c bpsfast/docs -b html . out/docs
 	@echo "written: out/docs/bpsfast/docs/index.html"
 
-# Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
+# ThreadSanitizer on C programs of tests/native, then on our compiled modules, SECONDS for each program.
 races: $(stamp)
 	$(bin)/python -m tests.support.races $(SECONDS)
 
-# What reads a peer's bytes, fuzzed for so many SECONDS in all (600). What crashed is kept in out/fuzz.
+# Fuzz all parsers of a peer's bytes for SECONDS in all (600). Inputs that crash one are saved in out/fuzz.
 fuzz: $(stamp) fuzzers
 	$(bin)/python -m tests.support.fuzzing $(SECONDS)
 
-# Strangers say so many messages to each kind of socket that a training job listens on: a million in some ten minutes.
+# Send this many random messages to each kind of socket that a training job listens on: a million take ten minutes.
 MESSAGES ?= 1000000
 strangers: $(stamp)
 	$(bin)/pytest -q tests/end_to_end/test_strangers.py -o faulthandler_timeout=0 --strangers-messages=$(MESSAGES)
@@ -135,15 +138,15 @@ bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick
 	$(bin)/bpsfast bench push_pull --quick
 
-# Steps on real packets beside the formulas: an hour and a half, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
+# Step times on real packets, compared with the formulas: an hour and a half, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
 expr1: $(stamp)
 	$(bin)/python -m bpsfast.bench.paper.expr1
 
-# The ways to sum inside a machine beside the paper's twelve bars: some seconds. Writes bench/results/expr2.*.
+# The ways to sum inside a machine, compared with the paper's twelve bars: some seconds. Writes bench/results/expr2.*.
 expr2: $(stamp)
 	$(bin)/python -m bpsfast.bench.paper.expr2
 
-# The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
+# The simulator, compared with the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)
 	$(bin)/python -m bpsfast.bench.paper.expr3
 
@@ -152,21 +155,21 @@ expr3: $(stamp)
 breakdown: $(stamp)
 	$(bin)/python -m bpsfast.bench.paper.breakdown
 
-# Every number and plot of the README, measured anew by the targets above and by benches: some hours, as root. ARGS=--list
-# says what each piece writes, how long it takes and what is missing for it here; ARGS="--only expr3" runs one.
+# Measure every number and plot of the README again, by the targets above and by benches: some hours, as root. ARGS=--list
+# shows what each piece writes, how long it takes and what it lacks here; ARGS="--only expr3" runs one.
 ARGS ?=
 results: $(stamp)
 	$(bin)/python -m bpsfast.bench.regeneration $(ARGS)
 
-# So many processes for each core spin beside the job in the next two.
+# chaos and soak run this many busy processes for each core beside the job.
 LOAD ?= 0
 
-# Jobs of which processes are killed and stopped: about ten seconds each. Ends with 0 if none hangs or sums anything wrong.
+# Jobs whose processes are killed and stopped: about ten seconds each. Ends with 0 if none hangs or has a wrong sum.
 SEEDS ?= 20
 chaos: $(stamp)
 	$(bin)/bpsfast bench chaos --seeds $(SEEDS) --load $(LOAD)
 
-# One job that trains for so long: memory, descriptors and threads of its processes must not grow.
+# One job that trains for MINUTES: memory, descriptors and threads of its processes must not grow.
 MINUTES ?= 5
 soak: $(stamp)
 	$(bin)/bpsfast bench soak --minutes $(MINUTES) --load $(LOAD)
@@ -180,7 +183,7 @@ $(stamp): $(sources)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[demo,test]
 	touch $@
 
-# Installs missing system packages if this is root on Debian or Ubuntu; else says in one line what is missing.
+# Installs missing system packages if run by root on Debian or Ubuntu; else prints in one line what is missing.
 system:
 	@needed=""; wished=""; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || needed="$$needed python3-venv"; \
@@ -196,7 +199,7 @@ system:
 	if [ -n "$$needed" ]; then echo "missing system packages; as root: apt-get install$$needed$$wished" >&2; exit 1; fi; \
 	echo "no ip command (package iproute2): the demo uses loopback, tests of network namespaces are skipped"
 
-# What tests of jobs over ssh need: the program sshd, not the service, which is neither started nor left enabled.
+# The program sshd, for tests of jobs over ssh. The service is neither started nor left enabled.
 sshd:
 	@if test -x /usr/sbin/sshd && command -v ssh >/dev/null; then exit 0; fi; \
 	ours=""; installed=""; \
@@ -211,7 +214,7 @@ sshd:
 	fi; \
 	echo "no sshd (package openssh-server): tests of jobs over ssh are skipped"
 
-# What fuzzing is guided by: clang with its libFuzzer, and atheris for what is Python.
+# The fuzzing engines: clang with its libFuzzer, and atheris for Python.
 fuzzers: $(stamp)
 	@if ! command -v clang >/dev/null || ! test -e "$$(clang -print-file-name=libclang_rt.fuzzer-$$(uname -m).a)" \
 	    && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -222,7 +225,7 @@ fuzzers: $(stamp)
 	fi
 	@$(bin)/python -c 'import atheris' 2>/dev/null || $(bin)/pip install --quiet atheris
 
-# What the tests' guest with RDMA devices needs. Where it cannot be had, the tests that are skipped say so themselves.
+# Packages for the emulated machine with RDMA devices. Where they cannot be installed, the skipped tests say so.
 guest:
 	@packages=""; \
 	command -v qemu-system-x86_64 >/dev/null || packages="$$packages qemu-system-x86"; \
@@ -234,7 +237,7 @@ guest:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages \
 	  || echo "not installed:$$packages"; fi
 
-# Open MPI's mpirun, under which one test trains. Where it cannot be had, that test is skipped, and says so.
+# Open MPI's mpirun, for one test. Where it cannot be installed, that test is skipped and says so.
 mpi:
 	@command -v mpirun >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin \

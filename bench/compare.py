@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -32,7 +32,7 @@ _COLORS = {"slower": "red", "faster": "green"}
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def command(before_path: Path, after_path: Path, confidence: float, threshold: float, seed: int, fail_on_slower: bool,
-            any_bench: bool, any_machine: bool, **form: Any) -> None:
+            any_bench: bool, any_machine: bool, form: output.OutputOptions) -> None:
     """Show which rows of result file B are slower than in A, with confidence intervals.
 
     \b
@@ -47,13 +47,12 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
     from . import regression
     from .harness import result_file
 
-    chosen = output.form(**form)
     before, after = result_file.read(before_path), result_file.read(after_path)
     regression.check(before, after, any_bench, any_machine)
     found = regression.compare(before.series, after.series, confidence, threshold, seed)
     head = ["row", "before_s", "after_s", "ratio", "low", "high", "verdict"]
-    output.show(chosen, lambda: _text(before, after, found), {"before": before.path, "after": after.path,
-                                                              "confidence": confidence, **found.data()},
+    output.show(form, lambda: _text(before, after, found), {"before": before.path, "after": after.path,
+                                                            "confidence": confidence, **found.data()},
                 [head, *([row.name, row.before_s, row.after_s, row.ratio, row.low, row.high, row.verdict]
                          for row in found.rows)])
     if fail_on_slower and any(row.verdict == regression.SLOWER for row in found.rows):

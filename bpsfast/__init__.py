@@ -10,6 +10,7 @@ launcher and daemons do, loads no NumPy, no framework and no compiled kernel. Py
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +73,7 @@ _HOME = {
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "DeviceError", "LackingError",
-        "MismatchError", "PeerLostError", "ProtocolError", "StallError", "UnsupportedError",
-    ),
-}
+        "MismatchError", "PeerLostError", "ProtocolError", "StallError", "UnsupportedError")}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 _renamed.install()
@@ -95,40 +94,20 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"bpsfast.{name} needs the native module {exc.name}, which is not built in {__path__[0]!r}. "
             "Install the package (pip install . or pip install -e . in the source tree, with a C compiler), "
-            "and do not run Python from inside a source tree that was not installed."
-        ) from exc
+            "and do not run Python from inside a source tree that was not installed.") from exc
     globals()[name] = found
     return found
 
 
-def _make_islands(session: Any, devices: Any, device: Any) -> Any:
-    from .collectives.islands import Islands
-
-    return Islands(session, devices, device)
-
-
-def _open_elastic_client(settings: Any) -> Any:
-    from .elastic.coordinator_client import open_client
-
-    return open_client(settings)
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports *module* at each call, and calls its *name*."""
+    return lambda *args: getattr(import_module(f".{module}", __name__), name)(*args)
 
 
-def _current_elastic_client() -> Any:
-    from .elastic.coordinator_client import current_client
-
-    return current_client()
-
-
-def _add_torch_backend() -> None:
-    from .torch_autoload import add_backend
-
-    add_backend()
-
-
-hooks.make_islands = _make_islands
-hooks.open_elastic_client = _open_elastic_client
-hooks.current_elastic_client = _current_elastic_client
-hooks.add_torch_backend = _add_torch_backend
+hooks.make_islands = _late("collectives.islands", "Islands")
+hooks.open_elastic_client = _late("elastic.coordinator_client", "open_client")
+hooks.current_elastic_client = _late("elastic.coordinator_client", "current_client")
+hooks.add_torch_backend = _late("torch_autoload", "add_backend")
 
 
 def __dir__() -> list[str]:

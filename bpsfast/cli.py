@@ -137,16 +137,15 @@ def agent() -> None:
 @set_option
 @output.options()
 @exit_on_error
-def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def env(assignments: tuple[str, ...], form: output.OutputOptions) -> None:
     """Show every setting: its variable, current value, where the value comes from, and what it means.
 
     \b
     bpsfast env
     bpsfast env --set partition_bytes=1M --json
     """
-    chosen = output.form(as_json, path, no_color)
     found = info.setting_rows(*settings.load_with_origins(overrides(assignments)))
-    output.show(chosen, lambda: info.settings_text(found), found)
+    output.show(form, lambda: info.settings_text(found), found)
 
 
 @cli.command()

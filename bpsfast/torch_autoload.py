@@ -1,7 +1,8 @@
-"""How `torch.distributed` comes to know the backend "bpsfast": by `bpsfast.torch.backend`, or, without an import in the
-program, by what `import torch` calls (entry point ``torch.backends``) if BPSFAST_TORCH_AUTOLOAD=1.
+"""Registers the `torch.distributed` backend "bpsfast".
 
-Nothing of bpsfast is loaded before a process group is made, and nothing here can fail: that would break `import torch`.
+`bpsfast.torch.backend` does so, or, without an import in the program, `import torch` itself (entry point
+``torch.backends``) if BPSFAST_TORCH_AUTOLOAD=1. Nothing of bpsfast is loaded before a process group is made, and
+nothing here can fail: that would break `import torch`.
 """
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import os
 import sys
 from typing import Any
 
-#: What torch's own launcher sets, and all that it asks for; scripts for other launchers often set some of them.
-_TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: All that torch's handler of env:// needs, and torchrun sets; scripts for other launchers often set some of them.
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
@@ -24,16 +25,16 @@ def register() -> None:
 
 
 def add_backend() -> None:
-    """Let `init_process_group` and `new_group` know the name, and ``env://`` other launchers than torch's. Idempotent.
+    """Register the backend with torch, and let ``env://`` support other launchers than torchrun. Idempotent.
 
-    gloo stays what CPU tensors are reduced by where a program names no backend.
+    Where a program names no backend, gloo still reduces CPU tensors.
     """
     import torch.distributed as dist
 
     if "BPSFAST" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("bpsfast", _create, extended_api=True, devices=["cpu", "cuda"])
-    # of the module: in the package its name is a function's
+    # from sys.modules, as in the package the module's name is a function's
     handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     if "env" in handlers:
         handlers["env"] = functools.partial(_env, handlers["env"])
@@ -45,15 +46,12 @@ def _create(options: Any, more: Any = None) -> Any:
     return create(options, more)
 
 
-def _env(torchs: Any, url: str, **more: Any) -> Any:
-    if all(os.environ.get(name) for name in _TORCHS) and not _are_of_bpsfast_run():
-        return torchs(url, **more)
+def _env(torch_handler: Any, url: str, **more: Any) -> Any:
+    # under ``bpsfast run`` torch's variables repeat bpsfast's, and there is a job to join
+    is_bpsfast_run = all(os.environ.get(own) == os.environ.get(name)
+                         for own, name in (("BPSFAST_RANK", "RANK"), ("BPSFAST_SIZE", "WORLD_SIZE")))
+    if all(os.environ.get(name) for name in _TORCHRUN_VARIABLES) and not is_bpsfast_run:
+        return torch_handler(url, **more)
     from .torch.backend.worlds import env
 
-    return env(torchs)(url, **more)
-
-
-def _are_of_bpsfast_run() -> bool:
-    """Whether torch's variables only repeat what ``bpsfast run`` says: then its job is there to be joined."""
-    return all(os.environ.get(own) == os.environ.get(torchs)
-               for own, torchs in (("BPSFAST_RANK", "RANK"), ("BPSFAST_SIZE", "WORLD_SIZE")))
+    return env(torch_handler, url, **more)

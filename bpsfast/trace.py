@@ -13,5 +13,4 @@ from .tools.trace.summary import Summary, summarise
 
 __all__ = [
     "KINDS", "Job", "Limits", "Origin", "Part", "SendLog", "Summary", "dump", "durations", "limits", "load", "merge",
-    "read", "reload", "summarise", "write",
-]
+    "read", "reload", "summarise", "write"]

@@ -1,4 +1,4 @@
-"""How a tensor is compressed between nodes: the user's choice, its checks, and its size in bytes. Pure.
+"""How a tensor is compressed between nodes: the settings, checked, and the size in bytes. Pure.
 
 Formats and arithmetic are those of BytePS (`byteps/common/compressor`); see
 `bpsfast/kernels/codecs/codec_reference.py`.
@@ -20,8 +20,8 @@ FRAME_NBYTES = 8
 INT8_BLOCK = 256
 #: Most levels of dithering: linear, and natural (powers of two).
 _MOST_LEVELS, _MOST_NATURAL_LEVELS = 1 << 20, 30
-#: Bytes of an element while it is compressed: 16-bit floats are widened first.
-_WIDTH = {"float32": 4, "float64": 8, "float16": 4, "bfloat16": 4}
+#: Bytes of an element while it is compressed, or kept by a store: 16-bit floats are widened first.
+WIDTHS = {"float32": 4, "float64": 8, "float16": 4, "bfloat16": 4}
 
 
 class CodecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,14 +70,13 @@ def check(codec: CodecSpec) -> None:
 
 def width_of(dtype: str) -> int:
     """Return the bytes of an element of *dtype* while it is compressed; raise `UnsupportedError` if it cannot be."""
-    if dtype not in _WIDTH:
-        raise UnsupportedError(f"tensors of {dtype} are not compressed: only {', '.join(_WIDTH)}")
-    return _WIDTH[dtype]
+    if dtype not in WIDTHS:
+        raise UnsupportedError(f"tensors of {dtype} are not compressed: only {', '.join(WIDTHS)}")
+    return WIDTHS[dtype]
 
 
 def count(codec: CodecSpec, n_elements: int) -> int:
-    """Return the number of *n_elements* that "topk" or "randomk" sends, at least 1; of "dithering" the number of
-    levels.
+    """Return how many of *n_elements* "topk" or "randomk" sends, at least 1; of "dithering" the number of levels.
 
     At most half of the elements of a partition are sent, because more would take more bytes than all of them.
     """

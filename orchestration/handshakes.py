@@ -1,4 +1,4 @@
-"""Connections that have not proved the job's key: how many there may be, and a listener that runs their handshakes.
+"""Limits connections that have not proved the job's key; a listener that runs their handshakes.
 
 All listening sockets have one policy (`HandshakeLimiter`): few connections in a handshake at a time, each with a
 deadline; when one more comes, the oldest of the source with the most is cut off. So a flood from one host cuts off its
@@ -28,7 +28,7 @@ MAX_PENDING_HANDSHAKES = 64
 GRACE_S = 1.0
 
 #: Time to wait when descriptors or memory are exhausted.
-_RESPITE_S = 0.2
+_EXHAUSTED_PAUSE_S = 0.2
 #: Interval of checks whether there is room for one more.
 RECHECK_S = 0.02
 #: Time that `HandshakeAcceptor.close` waits for a thread that is in a system call.
@@ -56,7 +56,7 @@ class HandshakeLimiter(Generic[Connection]):
 
     def __init__(self, most: int = MAX_PENDING_HANDSHAKES, n_members: int = 0, grace_s: float = GRACE_S) -> None:
         self.most = most
-        self._crowd = max(most / 2, n_members)
+        self._many = max(most / 2, n_members)
         self._grace_s = grace_s
         self._held: dict[Connection, tuple[str, float]] = {}
 
@@ -87,8 +87,7 @@ class HandshakeLimiter(Generic[Connection]):
         return [connection for connection, (_, since) in self._held.items() if now - since >= patience_s]
 
     def one_to_go(self, now: float) -> Connection | None:
-        """Return the connection to be cut off to make room for another; None if there is room, or none may be cut off
-        yet.
+        """Return the connection to cut off to make room for another; None if there is room, or none may be cut off yet.
 
         It is the oldest one of the source with the most; of two such sources, of the one whose oldest came first.
         """
@@ -98,7 +97,7 @@ class HandshakeLimiter(Generic[Connection]):
         n_most = max(n_of.values())
         connection, since = next((each, since) for each, (source, since) in self._held.items()
                                  if n_of[source] == n_most)
-        grace_s = self._grace_s / 10 if n_most > self._crowd else self._grace_s
+        grace_s = self._grace_s / 10 if n_most > self._many else self._grace_s
         return connection if now - since >= grace_s else None
 
 
@@ -147,7 +146,7 @@ class HandshakeAcceptor(Generic[Proof]):
 
     def __init__(self, listener: socket.socket, prove: Callable[[socket.socket], Proof],
                  came: Callable[[socket.socket, Proof], None], refused: Callable[[Exception], None],
-                 warn: Callable[[str], None], n_members: int = 0, name: str = "bpsfast-door") -> None:
+                 warn: Callable[[str], None], n_members: int = 0, name: str = "bpsfast-acceptor") -> None:
         self._listener = listener
         self._prove, self._came, self._refused, self._warn = prove, came, refused, warn
         self._name = name
@@ -197,7 +196,7 @@ class HandshakeAcceptor(Generic[Proof]):
             if self.is_closed:
                 return
             if not self._make_room():
-                self._rest(RECHECK_S)
+                self._pause(RECHECK_S)
                 continue
             try:
                 sock, _ = self._listener.accept()
@@ -210,7 +209,7 @@ class HandshakeAcceptor(Generic[Proof]):
                     self._warn(f"no connection can be accepted any more: {exc}")
                     return
                 continue
-            self._let_in(sock)
+            self._start_handshake(sock)
 
     def _make_room(self) -> bool:
         """Cut off a connection if there are too many; return whether there is room."""
@@ -221,7 +220,7 @@ class HandshakeAcceptor(Generic[Proof]):
                 _end(going)  # its thread reports it and closes the socket
             return self._pending.has_room
 
-    def _let_in(self, sock: socket.socket) -> None:
+    def _start_handshake(self, sock: socket.socket) -> None:
         thread = threading.Thread(target=self._receive, args=(sock,), name=f"{self._name}-handshake", daemon=True)
         with self._lock:
             if self.is_closed:
@@ -244,9 +243,9 @@ class HandshakeAcceptor(Generic[Proof]):
             self._exhausted = True
             self._warn(f"connections wait, because they cannot be accepted: {exc} (too many open files: see "
                        "ulimit -n)")
-        self._rest(_RESPITE_S)
+        self._pause(_EXHAUSTED_PAUSE_S)
 
-    def _rest(self, duration_s: float) -> None:
+    def _pause(self, duration_s: float) -> None:
         poller = select.poll()
         poller.register(self._wake.fileno(), select.POLLIN)
         poller.poll(1000 * duration_s)

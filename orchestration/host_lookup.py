@@ -6,7 +6,7 @@ import socket
 import threading
 
 
-class Lookup:
+class HostLookup:
     """One look-up of *host* in a thread of its own, which ends when the resolver answers. Any thread may ask."""
 
     def __init__(self, host: str) -> None:
@@ -23,10 +23,7 @@ class Lookup:
     def address(self, timeout_s: float) -> str:
         """Return the address, an IPv4 one if there is one, after at most *timeout_s*.
 
-        Raises
-        ------
-        OSError
-            The resolver's error, or `TimeoutError` if it has not answered.
+        Raises the resolver's `OSError`, or `TimeoutError` if it has not answered.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"the resolver has not answered within {max(0.0, timeout_s):.3g} s")
@@ -56,5 +53,5 @@ def is_address(host: str) -> bool:
 
 
 def resolve(host: str, timeout_s: float) -> str:
-    """Return the address of *host*, a name or an address; raises as `Lookup.address`."""
-    return host if is_address(host) else Lookup(host).address(timeout_s)
+    """Return the address of *host*, a name or an address; raises as `HostLookup.address`."""
+    return host if is_address(host) else HostLookup(host).address(timeout_s)

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from .codec import CodecSpec
-from .errors import DECODE_ERRORS, BpsError, ProtocolError
+from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
@@ -473,11 +473,11 @@ class NodeInfo(Record):
 
 
 class Welcome(Message):
-    """All have joined: your index, all nodes in node order (the order of association), the epoch.
+    """All have joined: the receiver's index, all nodes in node order (the order of association), the epoch.
 
-    `is_late`: the job runs already; connect, send `NewcomerReady`, and take part from the next `Freeze` on. `lost`:
-    those of `nodes` that are gone; `joining`: not there yet; `kinds`: (dtype, op) of all units; `share_nbytes`: about
-    how much of them you will own. `job`: a unique name.
+    `is_late`: the job runs already; the receiver connects, sends `NewcomerReady`, and takes part from the next `Freeze`
+    on. `lost`: those of `nodes` that are gone; `joining`: not there yet; `kinds`: (dtype, op) of all units;
+    `share_nbytes`: about how much of them the receiver will own. `job`: a unique name.
     """
 
     index: int
@@ -492,13 +492,13 @@ class Welcome(Message):
 
 
 class RejoinRequest(Message):
-    """Tell all you know (`Rejoin`, with this `number`): a node was cut off, and may have missed messages."""
+    """Asks all nodes for a `Rejoin` with this `number`: a node was cut off, and may have missed messages."""
 
     number: int
 
 
 class Resume(Message):
-    """This scheduler knows all that the one before knew. Drop what you have prepared and it has not committed.
+    """This scheduler knows all that the one before knew. Nodes drop what they have prepared and it has not committed.
 
     `missed`: to a node with ranks, late nodes that it was never told of and that the job goes on without.
     """
@@ -507,7 +507,7 @@ class Resume(Message):
 
 
 class Joined(Message):
-    """A node without ranks comes late: accept its connections, send `NewcomerReady`, and again once connected."""
+    """A node without ranks comes late: nodes accept its connections, send `NewcomerReady`, and again once connected."""
 
     node: NodeInfo
 
@@ -525,16 +525,16 @@ class Rates(Message):
 
 
 class Refuse(Message):
-    """You are not admitted, or your request was refused. `error`: a class name of `errors`."""
+    """The receiver is not admitted, or its request was refused. `error`: a class name of `errors`."""
 
     error: str
     reason: str
 
 
 class Plan(Message):
-    """First phase of a commit: prepare these new units.
+    """First phase of a commit: all nodes prepare these new units.
 
-    `remark`: what the user should know of it. `choice`: which tensors are compressed, if that was to be chosen, and
+    `remark`: a text for the user's log. `choice`: which tensors are compressed, if that was to be chosen, and
     why.
     """
 
@@ -552,7 +552,7 @@ class Commit(Message):
 
 
 class Freeze(Message):
-    """First step into `epoch`: sum and forward nothing, disconnect from nodes `lost`, send `FreezeReport`.
+    """First step into `epoch`: nodes sum and forward nothing, disconnect from nodes `lost`, send `FreezeReport`.
 
     `joined`: nodes that are taken in, unless they were before, and get their share of the sums.
     """
@@ -585,7 +585,7 @@ class OwnerChange(Record):
 
 
 class Recover(Message):
-    """Second step: prepare for these owners, and send `Ready`. The `Commit` of `generation` is the third.
+    """Second step: nodes prepare for these owners, and send `Ready`. The `Commit` of `generation` is the third.
 
     `units`: those with partitions that change owners, as they are from now on.
     """
@@ -597,13 +597,13 @@ class Recover(Message):
 
 
 class Retired(Message):
-    """All ranks have retired these units: free what they use. Their partition numbers will be used again."""
+    """All ranks have retired these units: nodes free their memory. Their partition numbers will be used again."""
 
     units: tuple[int, ...]
 
 
 class CreditChanged(Message):
-    """From now on `nbytes` may be in flight to one peer; 0: as this node's setting says."""
+    """From now on `nbytes` may be in flight to one peer; 0: as the node's own setting says."""
 
     nbytes: int
 
@@ -630,13 +630,13 @@ class Echo(Message):
 
 
 class ProbeRequest(Message):
-    """The scheduler does not hear node `node`: connect to its data port, and report (`ProbeResult`)."""
+    """The scheduler does not hear node `node`: the receiver connects to its data port, and reports (`ProbeResult`)."""
 
     node: int
 
 
 class StallReportRequest(Message):
-    """Report what you know of this partition (`StallReport`)."""
+    """Asks a node what it knows of a stalled partition (`StallReport`)."""
 
     part: int
     round: int
@@ -658,7 +658,7 @@ class StallAnswer(Message):
 
 
 class LagReportRequest(Message):
-    """Report how late inputs were (`LagReport`)."""
+    """Asks a node how late inputs were (`LagReport`)."""
 
     number: int
 
@@ -689,7 +689,7 @@ class FirstRankLeft(Message):
 
 
 class Abort(Message):
-    """The job is over: raise `error` with `reason` on every rank.
+    """The job is over: every rank raises `error` with `reason`.
 
     `goes_on`: for this node only; the others go on without it.
     """
@@ -700,7 +700,7 @@ class Abort(Message):
 
 
 class Finish(Message):
-    """All ranks have left: close the connections and exit with 0."""
+    """All ranks have left: nodes close their connections and exit with 0."""
 
 
 # -- rank <-> node ----------------------------------------------------------------------------------------
@@ -727,7 +727,7 @@ class Attach(Message):
 
 
 class AttachServer(Message):
-    """A BytePS server process found its machine's node running: count it, and tell it when the job ends."""
+    """A BytePS server process found its machine's node running: the node counts it, and tells it when the job ends."""
 
     version: int
     pid: int
@@ -765,14 +765,14 @@ class SegmentShared(Message):
 
 
 class Allocate(Message):
-    """Give me `nbytes` of input memory."""
+    """A rank asks its node for `nbytes` of input memory."""
 
     request: int
     nbytes: int
 
 
 class Allocated(Message):
-    """Your input memory: in your segment `segment` at `offset`."""
+    """The node has given a rank input memory: in the rank's segment `segment` at `offset`."""
 
     request: int
     segment: int
@@ -780,10 +780,10 @@ class Allocated(Message):
 
 
 class ShareDevice(Message):
-    """Register `nbytes` of my device's memory, whose descriptor comes along, with the NICs that you use.
+    """A rank has its node register `nbytes` of its device's memory with NICs; the descriptor comes along.
 
-    The first `result_nbytes` are for results, which you place; I say where inputs lie in the rest. `gpu`: the PCIe
-    address of the GPU whose dma-buf it is; "": it is a memfd, the host device's.
+    The first `result_nbytes` are for results, which the node places; the rank tells where inputs lie in the rest.
+    `gpu`: the PCIe address of the GPU whose dma-buf it is; "": it is a memfd, the host device's.
     """
 
     request: int
@@ -793,7 +793,7 @@ class ShareDevice(Message):
 
 
 class DeviceShared(Message):
-    """It is your segment `segment` from now on, and I place results in it; with an `error` it is not."""
+    """The reply to `ShareDevice`: it is the rank's segment `segment` from now on; with an `error` it is not."""
 
     request: int
     segment: int = 0
@@ -802,13 +802,13 @@ class DeviceShared(Message):
 
 
 class GpuDirectTensors(Message):
-    """The tensors `names`, which I declare next, lie on my device: NICs may read and write them there."""
+    """The tensors `names`, which a rank declares next, lie on its device: NICs may read and write them there."""
 
     names: tuple[str, ...]
 
 
 class StateAsk(Message):
-    """Copy this node's state of the compressed unit `unit` to my input memory ("save"), or from there ("load").
+    """A rank has the node's state of a compressed unit copied to its input memory ("save"), or from there ("load").
 
     `action` "size": only return its size. Nothing of the unit is in flight.
     """
@@ -863,7 +863,7 @@ class Detach(Message):
 
 
 class Detached(Message):
-    """All ranks have left, or the node lets you go."""
+    """All ranks have left, or the node lets the rank go."""
 
 
 class CountersRequest(Message):
@@ -913,6 +913,17 @@ def refusal(error: BpsError) -> Refuse:
     return Refuse(error=type(error).__name__, reason=str(error))
 
 
+def dropped(reason: object) -> Abort:
+    """Return the message that tells one node that the job goes on without it, because of *reason*."""
+    return Abort(error="PeerLostError", goes_on=True, reason=str(reason))
+
+
+def version_mismatch(version: int, where: str) -> MismatchError:
+    """Return the error of a node (*where*) whose protocol has another *version* than the scheduler's."""
+    return MismatchError(f"protocol version differs: {version} on {where}, {VERSION} on the scheduler; install one "
+                         "version of bpsfast everywhere")
+
+
 def connection_id(process: str, number: int) -> bytes:
     """Return the ZeroMQ identity of a node's *number*-th connection (from 1 on), made by *process*."""
     return f"{process}#{number}".encode()
@@ -932,10 +943,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, sender: str) -> Message:
     """Return the message in *data* as *sender* ("node", "scheduler" or "local") may have sent it.
 
-    Raises
-    ------
-    ProtocolError
-        If the bytes are no such message.
+    Raises `ProtocolError` if the bytes are no such message.
     """
     try:
         return _DECODERS[sender].decode(data)

@@ -56,18 +56,12 @@ NAMES = (*HASHES, "mixed")
 def mixed(key: int, n_workers: int, n_helpers: int, bound: int = MIXED_BOUND) -> int:
     """Return the server number of *key* by the mixed rule: helpers are 0..k-1, colocated servers k..k+n-1.
 
-    The optimal share of the *buckets* goes to helpers: ratio 2k(n-1) / (n(n+k) - 2k), defined for k <= n only.
-
-    Raises
-    ------
-    ConfigError
-        If there are more helpers than workers, or fewer buckets than servers.
+    The optimal share of the *buckets* goes to helpers: ratio 2k(n-1) / (n(n+k) - 2k), defined for k <= n only. Raises
+    `ConfigError` if there are more helpers than workers, or fewer buckets than servers.
     """
     if n_helpers > n_workers:
-        raise ConfigError(
-            f"placement hash:mixed is defined for at most as many helpers as machines with ranks, "
-            f"got {n_helpers} helpers and {n_workers} machines; use placement optimal"
-        )
+        raise ConfigError(f"placement hash:mixed is defined for at most as many helpers as machines with ranks, "
+                          f"got {n_helpers} helpers and {n_workers} machines; use placement optimal")
     if bound < n_workers + n_helpers:
         raise ConfigError(f"placement hash:mixed has only {bound} buckets for {n_workers + n_helpers} servers; "
                           "use placement optimal")
@@ -96,11 +90,6 @@ def server(name: str, key: int, n_workers: int, n_helpers: int, bound: int = MIX
 
 def check_policy(policy: str) -> None:
     """Raise ConfigError unless *policy* is one of "optimal", "colocated", "ps", "hash:NAME" with a known name."""
-    if policy in ("optimal", "colocated", "ps"):
-        return
-    if policy.startswith("hash:") and policy[5:] in NAMES:
-        return
-    raise ConfigError(
-        f"placement {policy!r} is unknown; use optimal, colocated, ps or hash:NAME with NAME one of "
-        f"{', '.join(NAMES)}"
-    )
+    if policy not in ("optimal", "colocated", "ps", *(f"hash:{name}" for name in NAMES)):
+        raise ConfigError(f"placement {policy!r} is unknown; use optimal, colocated, ps or hash:NAME with NAME one of "
+                          f"{', '.join(NAMES)}")

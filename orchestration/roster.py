@@ -1,6 +1,4 @@
-"""The admitted nodes: which connection belongs to which node, which node has which rank, and their names in messages.
-Pure.
-"""
+"""The admitted nodes of a job: their connections, their ranks, and their names in messages. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -81,18 +79,20 @@ class Roster:
 
     def describe(self, who: str) -> str:
         """Describe *who*, given as "rank 3" or "node 1"; return anything else unchanged."""
-        kind, _, number = who.partition(" ")
-        if number.isdecimal():
-            if kind == "rank" and self.node_of(int(number)) >= 0:
-                return self.describe_rank(int(number))
-            if kind == "node" and int(number) < len(self.nodes):
-                return self.describe_node(int(number))
-        return who
+        rank, node = number_of("rank", who), number_of("node", who)
+        if self.node_of(rank) >= 0:
+            return self.describe_rank(rank)
+        return self.describe_node(node) if 0 <= node < len(self.nodes) else who
+
+
+def number_of(kind: str, who: str) -> int:
+    """Return the number of *who* if it is of *kind* ("rank" of "rank 3", "node" of "node 1"), else -1."""
+    found, _, number = who.partition(" ")
+    return int(number) if found == kind and number.isdecimal() else -1
 
 
 def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
-    """Whether a scheduler that hears nodes *heard* may decide: they are more than half of *workers*, all nodes with
-    ranks.
+    """Whether a scheduler that hears nodes *heard* may decide: more than half of *workers*, all nodes with ranks.
 
     Or exactly half of them, with the first one, which only one of two halves has. The scheduler itself has no vote,
     because there may be one on each side of a network partition.

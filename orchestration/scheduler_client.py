@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from . import messages as m
 from .clock_offset import ClockOffset
 from .errors import CapacityError, PeerLostError, StallError
-from .host_lookup import Lookup, is_address
+from .host_lookup import HostLookup, is_address
 from .security import curve_pair
 
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -32,15 +32,15 @@ _LOOK_AGAIN_S = 1.0
 
 
 class SchedulerClient:
-    """One node's connection to the scheduler at *host*:*port*. Owner thread only. Only `close` blocks, and the
-    constructor for at most 0.2 s if *host* is a name.
+    """One node's connection to the scheduler at *host*:*port*. Owner thread only.
 
-    Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
-    `tick`. The scheduler need not run yet: connecting is retried until `start_timeout_s` after *now*. If it is lost
-    later, it has as long to come back, and `tick` reconnects. A thread looks up a name again and again while the
-    scheduler does not answer; until the resolver answers, its last answer counts. *pulse_s*: interval of the heartbeats
-    of libzmq's own thread, which do not depend on this one; 0: none. *asks_time*: heartbeats ask for the scheduler's
-    monotonic clock, and `clock` estimates how far it is ahead of ours.
+    Only `close` blocks, and the constructor for at most 0.2 s if *host* is a name. Put `sockets` into a `zmq.Poller`;
+    whenever it fires, and several times a heartbeat, call `recv_nowait` and then `tick`. The scheduler need not run
+    yet: connecting is retried until `start_timeout_s` after *now*. If it is lost later, it has as long to come back,
+    and `tick` reconnects. A thread looks up a name again and again while the scheduler does not answer; until the
+    resolver answers, its last answer counts. *pulse_s*: interval of the heartbeats of libzmq's own thread, which do not
+    depend on this one; 0: none. *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` estimates
+    how far it is ahead of ours.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
@@ -52,7 +52,7 @@ class SchedulerClient:
         self._start_timeout_s = start_timeout_s
         self._pulse_s = pulse_s
         self._started = self._last_tick = now
-        self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
+        self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # so that short jobs have a trace, too
         self._n_heartbeats = 0
         self._process, self._n_dialled = f"{os.getpid()}-{secrets.token_hex(12)}", 0
         self._asks_time = asks_time
@@ -61,10 +61,10 @@ class SchedulerClient:
         self._was_secure = False
         self._ended = False
         self._was_heard = False
-        self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
+        self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and why it counts as lost
         self._last_known = host if is_address(host) else ""  # the scheduler's address
         self._connected_to = ""
-        self._lookup: Lookup | None = None
+        self._lookup: HostLookup | None = None
         self._look_at = now
         self._context = zmq.Context()
         self._dial(now)
@@ -106,7 +106,7 @@ class SchedulerClient:
 
     def _look_up(self, now: float) -> None:
         if self._lookup is None and not is_address(self._host):
-            self._lookup, self._look_at = Lookup(self._host), now + _LOOK_AGAIN_S
+            self._lookup, self._look_at = HostLookup(self._host), now + _LOOK_AGAIN_S
 
     def _take_lookup(self, timeout_s: float = 0.0) -> None:
         """Take the resolver's answer, waiting up to *timeout_s*."""
@@ -167,19 +167,14 @@ class SchedulerClient:
         """Send a heartbeat if it is due; reconnect if the scheduler is gone. Call `recv_nowait` before.
 
         Returns whether it has reconnected: then `sockets` are others, messages in flight in both directions are lost,
-        and the scheduler that answers may know nothing of this node.
-
-        Raises
-        ------
-        PeerLostError
-            If no scheduler has answered for `start_timeout_s`. Never after its last message.
-        StallError
-            If none has answered since the start for as long.
+        and the scheduler that answers may know nothing of this node. Raises `PeerLostError` if no scheduler has
+        answered for `start_timeout_s` (never after its last message); `StallError` if none has answered since the start
+        for as long.
         """
         slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:
             return False
-        if slept_s > self._lease_s * _IMPATIENCE / 2:  # stopped ourselves: what came meanwhile is still to be read
+        if slept_s > self._lease_s * _IMPATIENCE / 2:  # this process was stopped: what came meanwhile is unread
             self._heard = min(now, self._heard + slept_s) if self._heard is not None else None
             self._dialled = min(now, self._dialled + slept_s)
         self._take_lookup()
@@ -188,7 +183,7 @@ class SchedulerClient:
         if self._last_known and not self._connected_to:
             self._connect()
         trouble = self._trouble(now)
-        # Believed at the next tick only, so that an Abort on its way in is read first.
+        # Counts from the next tick on, so that an Abort on its way in is read first.
         self._read_monitor()
         if not self._was_heard and now - self._started >= self._start_timeout_s:
             raise StallError(self._nobody())
@@ -201,7 +196,7 @@ class SchedulerClient:
         if trouble:
             self._hang_up(0.0)
             self._dial(now)
-            self._beat()  # short, so that we are known there before we say all: strangers may not say much
+            self._beat()  # a short first message: senders that are not known yet may not send much
             return True
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s

@@ -1,4 +1,4 @@
-"""The job key and what it proves: CURVE on the control plane, HMAC for attaching ranks and for data connections.
+"""Authentication by the job's key: CURVE on the control plane, HMAC for attaching ranks and for data connections.
 
 Only holders of the key are in the job; nobody else can send or receive a byte. The handshake of a data connection:
 
@@ -12,11 +12,13 @@ same texts both sides derive a secret that no other connection has. It encrypts 
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -60,10 +62,8 @@ class HandshakeResult(NamedTuple):
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
     """Return the job's key from hexadecimal *text_hex*, else one derived from *fallback_text*, which others may guess.
 
-    Raises
-    ------
-    ConfigError
-        If the text is not hexadecimal, or has fewer than 16 bytes. The error does not repeat the text, which is secret.
+    Raises `ConfigError` if the text is not hexadecimal, or has fewer than 16 bytes; the error does not repeat the text,
+    which is secret.
     """
     if not text_hex:
         return hashlib.sha256(b"bpsfast job key|" + fallback_text.encode()).digest()
@@ -104,13 +104,13 @@ def direction_key(secret: bytes, sender: str) -> bytes:
 
 
 def plain_handshake_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
-                      timeout_s: float) -> StreamHello:
+                           timeout_s: float) -> StreamHello:
     """Run `handshake_as_dialer` where nothing is encrypted; return the peer's hello."""
     return handshake_as_dialer(sock, key, context, hello, timeout_s).hello
 
 
 def plain_handshake_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
-                     timeout_s: float) -> StreamHello:
+                             timeout_s: float) -> StreamHello:
     """Run `handshake_as_acceptor` where nothing is encrypted; return the peer's hello."""
     return handshake_as_acceptor(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
 
@@ -119,48 +119,43 @@ def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: St
                         timeout_s: float) -> HandshakeResult:
     """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
-    Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
-
-    Raises
-    ------
-    StallError, PeerLostError
-        If the deadline passed, or the peer closed.
-    ProtocolError, MismatchError
-        If the peer is no bpsfast of this version; if it has another key, or another setting of encryption.
+    Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*. Raises
+    `StallError` if the deadline passed; `PeerLostError` if the peer closed; `ProtocolError` if it is no bpsfast of this
+    version; `MismatchError` if it has another key, or another setting of encryption.
     """
-    with _Line(sock, timeout_s) as line:
-        theirs = line.nonce()
+    with _Handshake(sock, timeout_s) as handshake:
+        theirs = handshake.nonce()
         nonce = os.urandom(_NONCE_NBYTES)
         said = msgspec.msgpack.encode(hello)
         proof = prove(key, "dialler", context, theirs, nonce, said)
-        line.send(MAGIC + nonce + _counted(said) + proof)
-        answer = line.receive_counted()
-        if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
-            raise MismatchError(f"{line.peer} answered the data connection, but does not have this job's key")
-        answered = _hello(answer, line.peer)
-        _check_encrypted(line.peer, theirs=answered, ours=hello)
+        handshake.send(MAGIC + nonce + _counted(said) + proof)
+        answer = handshake.receive_counted()
+        if not verify(key, handshake.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
+            raise MismatchError(f"{handshake.peer} answered the data connection, but does not have this job's key")
+        answered = _hello(answer, handshake.peer)
+        _check_encrypted(handshake.peer, theirs=answered, ours=hello)
         return HandshakeResult(answered, prove(key, "secret", context, theirs, nonce, said, answer))
 
 
 def handshake_as_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
-                  encrypted: bool = False) -> HandshakeResult:
+                          encrypted: bool = False) -> HandshakeResult:
     """Do the acceptor's part of `handshake_as_dialer`: answer as node *peer* in *epoch*, *encrypted* or not.
 
     A client without the key learns nothing but a nonce. Same errors; also `MismatchError` if the dialler has another
     setting of encryption, which it hears, too. On any error close *sock*; the job is not harmed.
     """
-    with _Line(sock, timeout_s) as line:
+    with _Handshake(sock, timeout_s) as handshake:
         nonce = os.urandom(_NONCE_NBYTES)
-        line.send(MAGIC + nonce)
-        theirs = line.nonce()
-        said = line.receive_counted()
-        if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
-            raise MismatchError(f"{line.peer} asked for a data connection, but does not have this job's key")
-        hello = _hello(said, line.peer)
+        handshake.send(MAGIC + nonce)
+        theirs = handshake.nonce()
+        said = handshake.receive_counted()
+        if not verify(key, handshake.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
+            raise MismatchError(f"{handshake.peer} asked for a data connection, but does not have this job's key")
+        hello = _hello(said, handshake.peer)
         own = StreamHello(peer=peer, stream=hello.stream, epoch=epoch, link=hello.link, encrypted=encrypted)
         answer = msgspec.msgpack.encode(own)
-        line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
-        _check_encrypted(line.peer, theirs=hello, ours=own)
+        handshake.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
+        _check_encrypted(handshake.peer, theirs=hello, ours=own)
         return HandshakeResult(hello, prove(key, "secret", context, nonce, theirs, said, answer))
 
 
@@ -183,7 +178,7 @@ def _hello(data: bytes, peer: str) -> StreamHello:
         raise ProtocolError(f"the hello of {peer} cannot be read: {exc}") from exc
 
 
-class _Line:
+class _Handshake:
     """A socket with one deadline for the whole handshake."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -193,40 +188,36 @@ class _Line:
         self._before = sock.gettimeout()
         self.peer = _address(sock)
 
-    def __enter__(self) -> _Line:
+    def __enter__(self) -> _Handshake:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._sock.settimeout(self._before)
 
-    def _wait(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise self._late()
-        self._sock.settimeout(left)
-
-    def _late(self) -> StallError:
-        return StallError(f"{self.peer} did not finish the handshake of a data connection within {self._timeout_s:g} s")
-
-    def send(self, data: bytes) -> None:
-        self._wait()
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Let the socket's call in the block take the time that is left, and raise what its errors mean."""
         try:
-            self._sock.sendall(data)
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left)
+            yield
         except TimeoutError as exc:
-            raise self._late() from exc
+            raise StallError(f"{self.peer} did not finish the handshake of a data connection within "
+                             f"{self._timeout_s:g} s") from exc
         except OSError as exc:
             raise PeerLostError(f"{self.peer} went away in the handshake of a data connection: {exc}") from exc
+
+    def send(self, data: bytes) -> None:
+        with self._in_time():
+            self._sock.sendall(data)
 
     def receive(self, nbytes: int) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
-            self._wait()
-            try:
+            with self._in_time():
                 piece = self._sock.recv(nbytes - len(data))
-            except TimeoutError as exc:
-                raise self._late() from exc
-            except OSError as exc:
-                raise PeerLostError(f"{self.peer} went away in the handshake of a data connection: {exc}") from exc
             if not piece:
                 raise PeerLostError(f"{self.peer} closed the data connection in the handshake: wrong job key?")
             data += piece

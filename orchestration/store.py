@@ -1,4 +1,4 @@
-"""Weights that owners keep: pushes are applied to them, and replies are copies. The user's choice and its checks. Pure.
+"""How owners keep weights, to which pushes are applied and of which replies are copies: the settings, checked. Pure.
 
 "add" is asynchronous training as in the BytePS paper (OSDI'20, section 4.4 and theorem 2): workers push what they have
 added to the weights and get the newest ones. "nesterov" is the outer step of DiLoCo (Douillard et al., 2023).
@@ -10,15 +10,13 @@ from typing import Literal
 
 import msgspec
 
+from .codec import WIDTHS
 from .errors import ConfigError
 
 Rule = Literal["add", "nesterov"]
 Worker = Literal["job", "node", "rank"]
 RULES = ("add", "nesterov")
 WORKERS = ("job", "node", "rank")
-
-#: Bytes of an element of the weights, and of the momentum, by the wire dtype.
-_WIDTH = {"float32": 4, "float64": 8, "float16": 4, "bfloat16": 4}
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,8 +65,8 @@ def has_momentum(store: StoreSpec) -> bool:
 
 
 def width_of(dtype: str) -> int | None:
-    """Return the bytes of an element of *dtype* as a store keeps it; None if it cannot."""
-    return _WIDTH.get(dtype)
+    """Return the bytes of an element of *dtype*, weight or momentum, as a store keeps it; None if it cannot."""
+    return WIDTHS.get(dtype)
 
 
 def workers_of(store: StoreSpec, ranks: Sequence[int], nodes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:

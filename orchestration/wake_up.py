@@ -1,4 +1,4 @@
-"""Wakes a thread that polls descriptors: an eventfd that any thread may ring, even after it was closed."""
+"""Wakes a thread that polls descriptors, by an eventfd that any thread may ring, even after it was closed."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The TCP connections behind a ZeroMQ server: limits for those that have not proved the key, and when bytes last came.
+"""Watches the TCP connections of a ZeroMQ server: limits those without the key; tells when bytes last came.
 
 libzmq lets everybody connect, and reads a handshake's message of up to ZMQ_MAXMSGSIZE, the size of our longest message.
 A client without the key could so make it hold that much for any number of connections. A real handshake has less than a
@@ -36,7 +36,7 @@ _BYTES_RECEIVED_AT = 128
 class ZmqHandshakeLimiter:
     """Watches the connections of *server*, a TCP socket, bound or not. Thread: the server's own.
 
-    Poll `monitor` beside the server; call `knows` with every message's frame, and `look` when all have been read.
+    Poll `monitor` beside the server; call `note_message` with every message's frame, then `update` once all are read.
     """
 
     def __init__(self, server: zmq.Socket[bytes]) -> None:
@@ -47,45 +47,45 @@ class ZmqHandshakeLimiter:
         self._strangers: dict[int, Any] = {}  # descriptor -> the other end's address, which tells whose it is
         self._limiter: HandshakeLimiter[int] = HandshakeLimiter(MAX_PENDING_HANDSHAKES, grace_s=0.0)
         self._known: set[int] = set()
-        self._is_blind = False
+        self._lacks_descriptors = False
 
     @property
     def n_strangers(self) -> int:
-        """The number of connections that have sent nothing under the key, as of the last `look`."""
+        """The number of connections that have sent nothing under the key, as of the last `update`."""
         return len(self._strangers)
 
     @property
     def n_known(self) -> int:
-        """The number of connections that have sent a message, and whose end `look` has not seen."""
+        """The number of connections that have sent a message, and whose end `update` has not seen."""
         return len(self._known)
 
-    def knows(self, frame: zmq.Frame) -> int | None:
+    def note_message(self, frame: zmq.Frame) -> int | None:
         """Note that *frame*, received without a copy, came over a connection, which has proved the key.
 
         Returns the connection's descriptor, which belongs to libzmq; None if it is not known.
         """
         try:
             fd = int(frame.get(zmq.SRCFD))
-        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell any more: better nobody is cut off
-            self._is_blind = True
+        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell: then no connection is cut off
+            self._lacks_descriptors = True
             return None
         if fd not in self._known:
-            self._hear()  # that it came was said before what it has sent could be read
-            if self._forget(fd):  # else it has ended, and this was still to be read
+            self._read_events()  # its connection was reported before its first message could be read
+            if self._forget(fd):  # else it has ended, and left this unread
                 self._known.add(fd)
         return fd
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Take note of new and closed connections; cut off those beyond the limits."""
-        self._hear()
-        if self._is_blind:
+        self._read_events()
+        if self._lacks_descriptors:
             return
         while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
             self._cut_off(surplus)
-        greedy = [fd for fd in self._limiter if self._says_too_much(fd)]
-        # What libzmq has taken of a member begins with a message that is there to be read: on a busy machine not yet.
-        if greedy and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            for fd in greedy:
+        excessive = [fd for fd in self._limiter if self._has_sent_too_much(fd)]
+        # What libzmq has read of a member begins with a message for us; on a busy machine it is not there yet.
+        if excessive and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            for fd in excessive:
                 self._cut_off(fd)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class ZmqHandshakeLimiter:
             self._server.disable_monitor()
             self.monitor.close(linger=0)
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             fd = event["value"]
@@ -106,11 +106,11 @@ class ZmqHandshakeLimiter:
                     self._limiter.add(fd, host_of(address[0]), time.monotonic())
 
     def _forget(self, fd: int) -> bool:
-        """Take *fd* for a stranger no more; return whether it was one."""
+        """Stop counting *fd* as a stranger; return whether it was one."""
         return self._strangers.pop(fd, None) is not None and self._limiter.remove(fd)
 
-    def _says_too_much(self, fd: int) -> bool:
-        """Whether libzmq has taken more of *fd* than a handshake; or it is gone, which will be heard, too."""
+    def _has_sent_too_much(self, fd: int) -> bool:
+        """Whether libzmq has read more of *fd* than a handshake; also if it is gone, which a later event tells."""
         try:
             with view(fd) as sock:
                 return sock.getpeername() == self._strangers[fd] and _nbytes_taken(sock) > PENDING_MAX_NBYTES
@@ -128,7 +128,7 @@ class ZmqHandshakeLimiter:
 
 
 def interface(host: str) -> str:
-    """Return where to bind for those who connect to *host*: that address alone if this machine has it, else "*".
+    """Return where to bind for peers that connect to *host*: that address alone if this machine has it, else "*".
 
     In brackets if it is of IPv6. A name says nothing: other machines may know another address by it.
     """
@@ -171,7 +171,7 @@ class ConnectionActivity:
         self._connections: dict[bytes, tuple[int, object]] = {}  # by sender: descriptor, and the other end's address
         self._senders: dict[int, bytes] = {}
 
-    def knows(self, sender: bytes, fd: int | None) -> None:
+    def note_message(self, sender: bytes, fd: int | None) -> None:
         """Note that a message of *sender* came over the descriptor *fd*, which belongs to libzmq; None: not known."""
         if fd is None or self._senders.get(fd) == sender:
             return
@@ -202,7 +202,7 @@ class ConnectionActivity:
         fd, address = self._connections[sender]
         try:
             with view(fd) as sock:
-                if sock.getpeername() == address:  # else somebody else's by now
+                if sock.getpeername() == address:  # else the descriptor is another connection's by now
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_AT + 4)
                     if len(info) >= _LAST_DATA_AT + 4:
                         return float(struct.unpack_from("=I", info, _LAST_DATA_AT)[0]) / 1e3

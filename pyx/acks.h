@@ -5,8 +5,7 @@
  * 3/8 of a rate alike. So the first poll comes when most of the usual time has passed, the next ones after a sixteenth
  * of the time so far.
  */
-#ifndef BPS_ACKS_H
-#define BPS_ACKS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -44,5 +43,3 @@ static inline void bps_acks_learn(struct bps_acks *acks, uint64_t took_ns)
         acks->usual_ns = acks->usual_ns / 4 * 3 + took_ns / 4;
     acks->n_looks = 0;
 }
-
-#endif

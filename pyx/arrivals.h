@@ -1,10 +1,10 @@
 /* Arrivals: what transports report to an engine, and what happens to it while the engine is frozen. */
-#ifndef BPS_ARRIVALS_H
-#define BPS_ARRIVALS_H
+#pragma once
 
 #include "core.h"
 
-/* Keep an arrival for the thaw: a peer that has committed before us may write for what is to be a part's owner here. */
+/* Keep an arrival until the thaw: a peer that commits earlier may already write to the part that this node is to
+ * own. */
 static inline void bps_keep_early(struct bps_core *core, struct bps_early early)
 {
     static const char reason[] = "CapacityError: the node of this machine ran out of memory for what arrived before a "
@@ -56,5 +56,3 @@ static void bps_on_notify(void *engine, uint32_t kind, uint32_t source, uint32_t
 {
     bps_event_out(engine, kind, source, part, round, code, 0, nbytes);
 }
-
-#endif

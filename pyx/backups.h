@@ -10,8 +10,7 @@
  * waited for, by a thread that takes one of the waiting parts). Memory and version number change under the store's lock
  * only, so a thread that copies an answer knows its version.
  */
-#ifndef BPS_BACKUPS_H
-#define BPS_BACKUPS_H
+#pragma once
 
 #include "store.h"
 
@@ -25,7 +24,8 @@ static inline uint64_t bps_backups_came_ns(const struct bps_part *part)
 }
 
 /* Count how late a push was, compared with the first one for the same version. */
-static inline void bps_backups_count_lag(struct bps_core *core, const struct bps_part *part, uint64_t begun_ns, int is_last)
+static inline void bps_backups_count_lag(struct bps_core *core, const struct bps_part *part, uint64_t begun_ns,
+                                         int is_last)
 {
     uint64_t came_ns = bps_backups_came_ns(part);
     if (part->unit_offset != 0)
@@ -133,5 +133,3 @@ static inline void bps_run_backups(struct bps_core *core, struct bps_worker *wor
     }
     bps_ran(core, word);
 }
-
-#endif

@@ -5,14 +5,13 @@
  *        4      4  state: 0 running, 1 aborted (reason below)
  *        8      4  number of words
  *       64   4032  reason, UTF-8, NUL-terminated; complete before state becomes 1
- *     4096   64*n  word of partition i at 4096 + 64*i: the last complete round (0: none yet); 8 bytes on, the time in ns
- *                  of CLOCK_MONOTONIC at which it was published, complete before the word
+ *     4096   64*n  word of partition i at 4096 + 64*i: the last complete round (0: none yet); 8 bytes on, when it was
+ *                  published, in ns of CLOCK_MONOTONIC, complete before the word
  *
  * Words are a cache line apart. Ranks sleep on the word itself (a read-only mapping suffices for FUTEX_WAIT)
  * and say so in their lane's `sleepers`, so an uncontended publication makes no system call.
  */
-#ifndef BPS_BOARD_H
-#define BPS_BOARD_H
+#pragma once
 
 #include "futex.h"
 
@@ -39,5 +38,3 @@ static inline uint64_t *bps_board_time(uint32_t *word) { return (uint64_t *)(wor
 
 /* Rounds are compared as a signed difference, so they may wrap. */
 static inline int bps_reached(uint32_t have, uint32_t want) { return (int32_t)(have - want) >= 0; }
-
-#endif

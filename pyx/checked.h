@@ -1,4 +1,4 @@
-/* Checked writes: with checksums (CRC32C), on connections that are not encrypted.
+/* Checked writes: sends and receives writes with checksums (CRC32C), on connections that are not encrypted.
  *
  *   header 32 | checksum of the header 4 | payload | checksum of header and payload 4, if there is a payload
  *
@@ -7,8 +7,7 @@
  * checksum fits. If a payload does not fit, its slot holds garbage, but the write is not reported as arrived, and comes
  * again over another connection, as with encryption (`seal.h`).
  */
-#ifndef BPS_CHECKED_H
-#define BPS_CHECKED_H
+#pragma once
 
 #include "crc32c.h"
 #include "sockets.h"
@@ -25,8 +24,7 @@ static inline uint64_t bps_checked_wire_nbytes(uint64_t nbytes)
 
 static inline size_t bps_checked_piece(size_t left, const struct bps_pace *pace)
 {
-    size_t most = pace != NULL && pace->piece_nbytes < BPS_CHECKED_PIECE ? pace->piece_nbytes : BPS_CHECKED_PIECE;
-    return left < most ? left : most;
+    return bps_piece(left < BPS_CHECKED_PIECE ? left : BPS_CHECKED_PIECE, pace);
 }
 
 /* Send header and payload whole, with their checksums. As `bps_send_paced`. */
@@ -84,5 +82,3 @@ static inline int bps_checked_receive_payload(int fd, uint32_t crc, void *payloa
         rc = bps_receive_all(fd, &said, BPS_CHECKSUM_NBYTES);
     return rc != 0 ? rc : said == crc ? 0 : EBADMSG;
 }
-
-#endif

@@ -8,8 +8,7 @@
  * A frame is its length (8 bytes), then the codec's format. Computation is in T, float or double; the tensor's elements
  * D may be narrower. The thread that runs the part owns all fields; `rate` is guarded by the engine's lock.
  */
-#ifndef BPS_CODEC_H
-#define BPS_CODEC_H
+#pragma once
 
 #include "part.h"
 
@@ -49,14 +48,14 @@ struct bps_workspace {
     uint64_t nbytes;
 };
 
-struct bps_desk {
+struct bps_codec_buffers {
     void *total, *values, *sum, *scratch;
     char *frame;
 };
 
 enum { BPS_CODED = 0, BPS_CODE_MALFORMED = 1, BPS_CODE_MEMORY = 2, BPS_CODE_ROOM = 3 };
 
-/* The bytes that follow, read once: a frame of another process may say something else the next time. */
+/* The bytes that follow the length, read once: the frame is another process's, which may change it. */
 static inline uint64_t bps_frame_following(const char *frame)
 {
     return __atomic_load_n((const uint64_t *)frame, __ATOMIC_RELAXED);
@@ -64,9 +63,9 @@ static inline uint64_t bps_frame_following(const char *frame)
 
 static inline uint64_t bps_frame_length(const char *frame) { return BPS_FRAME_LENGTH + bps_frame_following(frame); }
 
-/* Lay the desk out in the workspace; 0, or -1 without memory. */
-static inline int bps_desk_lay(struct bps_desk *desk, struct bps_workspace *space, const struct bps_codec *codec,
-                               uint64_t n_elements)
+/* Place the buffers in the workspace; 0, or -1 without memory. */
+static inline int bps_place_buffers(struct bps_codec_buffers *buffers, struct bps_workspace *space,
+                                    const struct bps_codec *codec, uint64_t n_elements)
 {
     uint64_t values = (n_elements * codec->width + 63) / 64 * 64, frame = (codec->room_nbytes + 63) / 64 * 64;
     uint64_t wanted = 3 * values + frame + codec->scratch_nbytes;
@@ -78,38 +77,38 @@ static inline int bps_desk_lay(struct bps_desk *desk, struct bps_workspace *spac
         space->memory = memory;
         space->nbytes = wanted;
     }
-    desk->total = space->memory;
-    desk->values = space->memory + values;
-    desk->sum = space->memory + 2 * values;
-    desk->frame = space->memory + 3 * values;
-    desk->scratch = space->memory + 3 * values + frame;
+    buffers->total = space->memory;
+    buffers->values = space->memory + values;
+    buffers->sum = space->memory + 2 * values;
+    buffers->frame = space->memory + 3 * values;
+    buffers->scratch = space->memory + 3 * values + frame;
     return 0;
 }
 
 /* Decode a frame into `out`, or add it there; whether that could be. The frame may say anything. */
 static inline int bps_unpack(const struct bps_codec *codec, void *out, uint64_t n_elements, const char *frame, int add,
-                             const struct bps_desk *desk)
+                             const struct bps_codec_buffers *buffers)
 {
     uint64_t nbytes = bps_frame_following(frame);
     if (nbytes > codec->room_nbytes - BPS_FRAME_LENGTH)
         return 0;
     return codec->decode(out, (int64_t)n_elements, frame + BPS_FRAME_LENGTH, (int64_t)nbytes, codec->k, codec->flags,
-                         add, desk->scratch) == 0;
+                         add, buffers->scratch) == 0;
 }
 
 /* Encode `values`, n of T, into a frame; `error` becomes what that lacks. Whether there was room, which there is. */
 static inline int bps_pack(struct bps_codec *codec, char *frame, const void *values, uint64_t n_elements, void *error,
-                           uint64_t *generator, const struct bps_desk *desk)
+                           uint64_t *generator, const struct bps_codec_buffers *buffers)
 {
     int64_t nbytes = codec->encode(frame + BPS_FRAME_LENGTH, (int64_t)(codec->room_nbytes - BPS_FRAME_LENGTH), values,
-                                   (int64_t)n_elements, error, generator, codec->k, codec->flags, desk->scratch);
+                                   (int64_t)n_elements, error, generator, codec->k, codec->flags, buffers->scratch);
     if (nbytes < 0)
         return 0;
     *(uint64_t *)frame = (uint64_t)nbytes;
     return 1;
 }
 
-/* What is left from before counts as much as it did when it was computed, whatever the learning rate is now. */
+/* The factor by which an earlier error counts now, so that a changed learning rate does not change its effect. */
 static inline double bps_codec_ratio(const struct bps_codec *codec, double last_rate)
 {
     return codec->rate > 0 && last_rate > 0 ? last_rate / codec->rate : 1.0;
@@ -117,29 +116,29 @@ static inline double bps_codec_ratio(const struct bps_codec *codec, double last_
 
 /* Encode this node's partial, the sum of `n_local` inputs, into a frame. */
 static inline int bps_pack_partial(const struct bps_part *part, char *frame, void **local, int n_local,
-                                   const struct bps_desk *desk, int nontemporal)
+                                   const struct bps_codec_buffers *buffers, int nontemporal)
 {
     struct bps_codec *codec = part->codec;
     int64_t n = (int64_t)part->n_elements;
     const void *x = local[0];
     if (n_local > 1) {
-        part->kernel(desk->sum, local, 0, n_local, 0, n, 1, nontemporal);
-        x = desk->sum;
+        part->kernel(buffers->sum, local, 0, n_local, 0, n, 1, nontemporal);
+        x = buffers->sum;
     }
     if (codec->narrow != NULL || codec->error != NULL || codec->momentum != NULL) {
-        void *values = codec->error != NULL ? codec->error : desk->values;
+        void *values = codec->error != NULL ? codec->error : buffers->values;
         codec->feed(values, x, codec->error, codec->momentum, n, codec->mu,
                     bps_codec_ratio(codec, codec->last_rate));
         x = values;
     }
     codec->last_rate = codec->rate; /* a round without input changes nothing */
-    return bps_pack(codec, frame, x, part->n_elements, codec->error, codec->generator, desk);
+    return bps_pack(codec, frame, x, part->n_elements, codec->error, codec->generator, buffers);
 }
 
 /* Owner: add up the frames of `before` and `after` and the own partial, encode the result, decode it to `output`.
  * *malformed: which input is none, if one is. */
 static inline int bps_code_owned(const struct bps_part *part, uint32_t round, void *output, void **in, int before,
-                                 int local, int after, const struct bps_desk *desk, int nontemporal,
+                                 int local, int after, const struct bps_codec_buffers *buffers, int nontemporal,
                                  int64_t *malformed)
 {
     struct bps_codec *codec = part->codec;
@@ -151,31 +150,31 @@ static inline int bps_code_owned(const struct bps_part *part, uint32_t round, vo
         if (i >= before && i < before + local) {
             if (i != before)
                 continue;
-            if (!bps_pack_partial(part, desk->frame, in + before, local, desk, nontemporal))
+            if (!bps_pack_partial(part, buffers->frame, in + before, local, buffers, nontemporal))
                 return BPS_CODE_ROOM;
-            added = desk->frame;
+            added = buffers->frame;
         }
-        if (!bps_unpack(codec, desk->total, n, added, n_added != 0, desk)) {
-            *malformed = added == desk->frame ? -1 : i;
+        if (!bps_unpack(codec, buffers->total, n, added, n_added != 0, buffers)) {
+            *malformed = added == buffers->frame ? -1 : i;
             return BPS_CODE_MALFORMED;
         }
         n_added++;
     }
     if (n_added == 0)
-        memset(desk->total, 0, n * codec->width);
+        memset(buffers->total, 0, n * codec->width);
     if (part->divisor != 1)
-        codec->divide(desk->total, (int64_t)n, (double)part->divisor);
-    const void *values = desk->total;
+        codec->divide(buffers->total, (int64_t)n, (double)part->divisor);
+    const void *values = buffers->total;
     if (codec->error_back != NULL) {
-        codec->feed_back(codec->error_back, desk->total, codec->error_back, NULL, (int64_t)n, 0.0,
+        codec->feed_back(codec->error_back, buffers->total, codec->error_back, NULL, (int64_t)n, 0.0,
                          bps_codec_ratio(codec, codec->last_rate_back));
         values = codec->error_back;
     }
     codec->last_rate_back = codec->rate;
-    if (!bps_pack(codec, frame, values, n, codec->error_back, codec->generator_back, desk))
+    if (!bps_pack(codec, frame, values, n, codec->error_back, codec->generator_back, buffers))
         return BPS_CODE_ROOM;
-    void *result = codec->narrow != NULL ? desk->total : output;
-    if (!bps_unpack(codec, result, n, frame, 0, desk))
+    void *result = codec->narrow != NULL ? buffers->total : output;
+    if (!bps_unpack(codec, result, n, frame, 0, buffers))
         return BPS_CODE_MALFORMED;
     if (codec->narrow != NULL)
         codec->narrow(output, result, (int64_t)n);
@@ -188,12 +187,12 @@ static inline int bps_code(const struct bps_part *part, uint32_t round, void *ou
                            int after, struct bps_workspace *space, int nontemporal, int64_t *malformed)
 {
     struct bps_codec *codec = part->codec;
-    struct bps_desk desk;
-    if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
+    struct bps_codec_buffers buffers;
+    if (bps_place_buffers(&buffers, space, codec, part->n_elements) != 0)
         return BPS_CODE_MEMORY;
     if (part->owned)
-        return bps_code_owned(part, round, output, in, before, local, after, &desk, nontemporal, malformed);
-    return bps_pack_partial(part, codec->frame, in, local, &desk, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
+        return bps_code_owned(part, round, output, in, before, local, after, &buffers, nontemporal, malformed);
+    return bps_pack_partial(part, codec->frame, in, local, &buffers, nontemporal) ? BPS_CODED : BPS_CODE_ROOM;
 }
 
 /* Member: decode the result of `round`, which the owner has written. */
@@ -201,15 +200,13 @@ static inline int bps_decode_result(const struct bps_part *part, uint32_t round,
 {
     const struct bps_codec *codec = part->codec;
     void *output = codec->results[round & 1];
-    struct bps_desk desk;
-    if (bps_desk_lay(&desk, space, codec, part->n_elements) != 0)
+    struct bps_codec_buffers buffers;
+    if (bps_place_buffers(&buffers, space, codec, part->n_elements) != 0)
         return BPS_CODE_MEMORY;
-    void *result = codec->narrow != NULL ? desk.total : output;
-    if (!bps_unpack(codec, result, part->n_elements, codec->frames[round & 1], 0, &desk))
+    void *result = codec->narrow != NULL ? buffers.total : output;
+    if (!bps_unpack(codec, result, part->n_elements, codec->frames[round & 1], 0, &buffers))
         return BPS_CODE_MALFORMED;
     if (codec->narrow != NULL)
         codec->narrow(output, result, (int64_t)part->n_elements);
     return BPS_CODED;
 }
-
-#endif

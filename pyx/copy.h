@@ -2,8 +2,7 @@
  *
  * A plain store first reads the line that it overwrites; a streaming store does not, which saves a memory stream.
  */
-#ifndef BPS_COPY_H
-#define BPS_COPY_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -66,5 +65,3 @@ static inline void bps_copy(void *dst, const void *src, uint64_t nbytes, uint64_
 #endif
     memcpy(dst, src, nbytes);
 }
-
-#endif

@@ -5,8 +5,7 @@
  *       member part  bps_forward:  lane of an owner on this host, or FORWARD event
  *   result of a member part --bps_arrive--> board word
  */
-#ifndef BPS_CORE_H
-#define BPS_CORE_H
+#pragma once
 
 #include <math.h>
 
@@ -42,14 +41,14 @@ struct bps_worker {
     struct bps_core *core;
     int index;
     pthread_t thread;
-    struct bps_seat seat;
+    struct bps_thread_cpu cpu_use;
     struct bps_workspace space;
     void *pointers[BPS_MAX_SOURCES];
     void *found[BPS_MAX_SOURCES]; /* of rows: where the inputs have the one that is summed */
     struct bps_rows_cursor cursors[BPS_MAX_SOURCES];
 };
 
-/* What a transport has received while the engine was frozen: whose it is, only the commit says. */
+/* What a transport has received while the engine was frozen; the commit decides which part it belongs to. */
 struct bps_early {
     uint32_t source, part, round, flags;
     uint64_t time_ns;
@@ -60,7 +59,7 @@ struct bps_core {
     pthread_cond_t idle; /* no kernel runs */
     struct bps_part *parts;
     struct bps_heap heap;
-    uint32_t *parked; /* complete parts with an input in a segment nobody has mapped yet */
+    uint32_t *parked; /* complete parts with an input in a segment that is not mapped yet */
     uint32_t n_parked, n_parts, generation;
     uint32_t pass; /* the newest of all parts */
     int fifo;      /* every part is a pass of its own: what is complete first is summed first */
@@ -146,7 +145,8 @@ static inline uint32_t *bps_publish(struct bps_core *core, uint32_t index, uint3
     return NULL;
 }
 
-/* Tell a peer on this host. Its lane never fills: it has room for a partial and a result of every part. */
+/* Put an entry onto the lane of a peer on this host, which never fills: it has room for a partial and a result of every
+ * part. */
 static inline void bps_announce(struct bps_core *core, uint32_t peer, uint32_t part, uint32_t round, uint16_t flags,
                                 uint16_t segment, uint64_t offset)
 {
@@ -185,7 +185,7 @@ static inline void bps_forward(struct bps_core *core, uint32_t index, int empty,
     bps_pass_on(core, index, round, empty, segment, offset, address);
 }
 
-/* Owner: publish the result here and tell everybody who waits for it; the word to wake, or NULL. */
+/* Owner: publish the result here and pass it on to all nodes that wait for it; the word to wake, or NULL. */
 static inline uint32_t *bps_hand_out(struct bps_core *core, uint32_t index, uint32_t round)
 {
     struct bps_part *part = &core->parts[index];
@@ -213,7 +213,7 @@ static inline void bps_queue(struct bps_core *core, uint32_t index)
     bps_heap_push(&core->heap, core->parts, index);
 }
 
-/* Let a complete part wait until somebody maps the segment that it lacks; once. */
+/* Let a complete part wait, once, until the segment that it lacks is mapped. */
 static inline void bps_park(struct bps_core *core, uint32_t index)
 {
     struct bps_codec *codec = core->parts[index].codec;
@@ -268,7 +268,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
                              uint16_t segment, uint64_t offset, uint64_t time_ns)
 {
     int is_wire = core->sources[source].kind == BPS_WIRE_PEER;
-    if (index < BPS_MAX_PARTS && is_wire && bps_part_is_for_heir(&core->parts[index], source, round)) {
+    if (index < BPS_MAX_PARTS && is_wire && bps_part_is_for_new_owner(&core->parts[index], source, round)) {
         core->stale++;
         return 0;
     }
@@ -328,7 +328,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
     return 0;
 }
 
-/* A rank says which learning rate its next input was computed for. */
+/* Take the learning rate for which a rank computes its next input. */
 static inline void bps_take_rate(struct bps_core *core, uint32_t source, const struct bps_entry *entry, uint32_t index)
 {
     struct bps_part *part = &core->parts[index];
@@ -382,7 +382,8 @@ static inline int bps_collect(struct bps_core *core, const struct bps_part *part
     return used;
 }
 
-/* A kernel has run: tell who waits for the engine to be idle, or for `word` if it is not NULL. Drops the lock then. */
+/* A kernel has run: wake threads that wait for an idle engine, and those that sleep on `word` (NULL: none), for which
+ * the lock is dropped. */
 static inline void bps_ran(struct bps_core *core, uint32_t *word)
 {
     core->running--;
@@ -394,5 +395,3 @@ static inline void bps_ran(struct bps_core *core, uint32_t *word)
         pthread_mutex_lock(&core->lock);
     }
 }
-
-#endif

@@ -1,11 +1,10 @@
-/* CPU contention: whether other processes want the cores of this one, so that each yield costs one of their time slices.
+/* CPU contention: whether other processes want this one's cores, so that each yield costs one of their time slices.
  *
  * One slow yield proves nothing, because a virtual machine may not have run for a moment. If BPS_MANY_MET waits ended
  * awake since the last slow yield, waits sleep at once for the least pause only; each further slow yield doubles it.
  * BPS_MANY_MET waits save more than a slow yield costs: 30 to 60 us each, against one or a few ms.
  */
-#ifndef BPS_CONTENTION_H
-#define BPS_CONTENTION_H
+#pragma once
 
 #include <stdint.h>
 
@@ -44,5 +43,3 @@ static inline int bps_contention_met(struct bps_contention *contention)
         __atomic_store_n(&contention->n_met, n + 1, __ATOMIC_RELAXED);
     return 1;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * Two ranks on one CPU take turns at everything, their Python included. The kernel does not move one of them for longer
  * than a step takes, because a thread that yields looks busy on any CPU.
  */
-#ifndef BPS_SEPARATION_H
-#define BPS_SEPARATION_H
+#pragma once
 
 #include <sched.h>
 #include <stdint.h>
@@ -100,5 +99,3 @@ static inline int bps_separation_enter(struct bps_separation *separation, uint64
     bps_separation_leave(waiting, cpu);
     return -1;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * three cycles for it: so three blocks of BPS_CRC_LANE bytes are computed at once, and combined by a table of the
  * effect of that many zero bytes. Other processors take eight bytes a step by tables (`tests/pyx/test_checksum.py`).
  */
-#ifndef BPS_CRC32C_H
-#define BPS_CRC32C_H
+#pragma once
 
 #include <pthread.h>
 #include <stddef.h>
@@ -121,5 +120,3 @@ static inline uint32_t bps_crc32c(uint32_t crc, const void *bytes, size_t nbytes
 #endif
     return ~bps_crc_by_tables(~crc, (const unsigned char *)bytes, nbytes);
 }
-
-#endif

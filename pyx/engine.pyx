@@ -14,7 +14,6 @@ written. What the methods do is in the headers.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -35,7 +34,7 @@ from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
     bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
-    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    bps_wake, pthread_mutex_lock, pthread_mutex_unlock, trace_bytes,
 )
 
 
@@ -113,7 +112,24 @@ cdef class Engine:
         return self.core
 
     cdef _add_source(self, int kind, _Held incoming, _Held outgoing, _Held doorbell):
-        index = _add_source(self._open(), kind, incoming, outgoing, doorbell)
+        """Return the id of a new source of *kind*, with these lanes and this doorbell, if it has them."""
+        cdef bps_core *core = self._open()
+        cdef bps_source source
+        memset(&source, 0, sizeof(source))
+        source.kind = kind
+        if incoming is not None:
+            source.lane = incoming.lane(&source.capacity)
+        if outgoing is not None:
+            source.outgoing = outgoing.lane(&source.outgoing_capacity)
+            source.doorbell = doorbell.doorbell()
+        pthread_mutex_lock(&core.lock)
+        index = core.n_sources
+        if index < BPS_MAX_SOURCES:
+            core.sources[index] = source
+            core.n_sources += 1
+        pthread_mutex_unlock(&core.lock)
+        if index == BPS_MAX_SOURCES:
+            raise ValueError(f"an engine has at most {BPS_MAX_SOURCES} sources")
         self.held += (incoming, outgoing, doorbell)
         return index
 
@@ -130,7 +146,7 @@ cdef class Engine:
         return self._add_source(BPS_WIRE_PEER, None, None, None)
 
     def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
-        """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
+        """Set where *segment* of *source* is mapped in this process; parts that waited for it go on."""
         cdef bps_core *core = self._open()
         if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
             raise ValueError(f"segment {segment} of source {source}: there are {core.n_sources} sources, "
@@ -178,7 +194,9 @@ cdef class Engine:
         which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`. *backups* >= 0:
         workers step together, but for so many (`backups.h`).
         """
-        cdef bps_weight_store *store = _store(n_parts, <void *>momentum, momentum_nbytes)
+        cdef bps_weight_store *store = bps_store_make(n_parts, <void *>momentum, momentum_nbytes)
+        if store == NULL:
+            raise MemoryError(f"a store for {n_parts} workers")
         store.kernel, store.weights = <bps_store_kernel>kernel, <void *>weights
         store.learning_rate, store.mu = learning_rate, mu
         store.staleness, store.backups = staleness, backups
@@ -191,7 +209,14 @@ cdef class Engine:
 
     def behind(self, uint32_t part):
         """Return the parts of other workers whose pushes the answer to *part* waits for."""
-        return _behind(self._open(), part)
+        cdef bps_core *core = self._open()
+        cdef uint32_t found[BPS_MAX_SOURCES]
+        cdef uint32_t i, n = 0
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts and core.parts[part].inputs != NULL:
+            n = bps_store_behind(core, part, found, BPS_MAX_SOURCES)
+        pthread_mutex_unlock(&core.lock)
+        return [found[i] for i in range(n)]
 
     def add_member(self, uint32_t part, *, uint64_t nbytes, uint64_t n_elements, uint64_t unit_offset,
                    uintptr_t kernel, local, uint32_t owner, partial, codec=None, rows=None, uint32_t first_round=1,
@@ -220,15 +245,18 @@ cdef class Engine:
                    "elsewhere")
 
     def detach(self, uint32_t source):
-        """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""
+        """Close *source*, which is gone: ignore it, and send it nothing. Only while frozen (else ValueError)."""
         _check_owner_change(bps_detach(self._open(), source), f"source {source}")
 
     def progress(self, uint32_t part):
         """Return the last rounds of *part* that were passed on from here, or summed, and that are complete here."""
-        return _progress(self._open(), part)
+        cdef uint32_t passed_on = 0, complete = 0
+        if bps_progress(self._open(), part, &passed_on, &complete) != BPS_OWNER_CHANGED:
+            raise ValueError(f"there is no part {part}")
+        return passed_on, complete
 
     def was_told(self, uint32_t part, uint32_t source, uint32_t round):
-        """Whether a transport has said that *source* has delivered its bytes of *round* of *part*, and all is in place.
+        """Whether a transport has reported that the bytes of *source* for *round* of *part* have arrived whole.
 
         That is its input, if this node owns the part, else the result. A frozen engine keeps it for the commit.
         """
@@ -250,11 +278,8 @@ cdef class Engine:
     def retire(self, parts):
         """Forget committed *parts* that nobody pushes or waits for any more, and clear their words for others.
 
-        Raises
-        ------
-        ValueError
-            If one is not there, or something of it is under way: an input has come, or its result has not. None is
-            then forgotten.
+        Raises `ValueError` if one is not there, or something of it is under way: an input has come, or its result has
+        not. None is then forgotten.
         """
         numbers = _array("I", parts)
         cdef uint32_t[::1] index = numbers if numbers else _array("I", [0])
@@ -271,15 +296,37 @@ cdef class Engine:
 
         With *words* they become these. Nothing of the part may be under way.
         """
-        return _codec_words(self._open(), part, words)
+        cdef bps_core *core = self._open()
+        cdef bps_codec *codec = NULL
+        cdef uint64_t found[6]
+        cdef int i
+        if words is not None:
+            for i in range(6):
+                found[i] = words[i]
+        pthread_mutex_lock(&core.lock)
+        if part < core.n_parts:
+            codec = core.parts[part].codec
+        if codec != NULL and words is not None:
+            memcpy(codec.generator, found, 16)
+            memcpy(codec.generator_back, found + 2, 16)
+            memcpy(&codec.last_rate, found + 4, 8)
+            memcpy(&codec.last_rate_back, found + 5, 8)
+            if codec.rate == 0:  # none was set here: it goes on as it was
+                codec.rate = codec.last_rate
+        if codec != NULL:
+            memcpy(found, codec.generator, 16)
+            memcpy(found + 2, codec.generator_back, 16)
+            memcpy(found + 4, &codec.last_rate, 8)
+            memcpy(found + 5, &codec.last_rate_back, 8)
+        pthread_mutex_unlock(&core.lock)
+        if codec == NULL:
+            raise ValueError(f"part {part} has no codec")
+        return [found[i] for i in range(6)]
 
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.
 
-        Raises
-        ------
-        TimeoutError
-            If a kernel still runs after *timeout_s*; the engine is then not frozen.
+        Raises `TimeoutError` if a kernel still runs after *timeout_s*; the engine is then not frozen.
         """
         cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
         cdef int running
@@ -291,7 +338,16 @@ cdef class Engine:
 
     def report(self):
         """Return (part, last consumed round, inputs missing for the next) of every part: what a commit decides on."""
-        return _report(self._open())
+        cdef bps_core *core = self._open()
+        cdef uint32_t i, n, room = core.n_parts
+        cdef bps_row *rows = <bps_row *>calloc(room + 1, sizeof(bps_row))
+        if rows == NULL:
+            raise MemoryError(f"a report of {room} parts")
+        n = bps_table_report(core, rows, room)
+        try:
+            return [(rows[i].part, rows[i].round, rows[i].n_missing) for i in range(n)]
+        finally:
+            free(rows)
 
     def missing(self, uint32_t part):
         """Return (round, sources that have not delivered it, whether the part is owned).
@@ -307,10 +363,7 @@ cdef class Engine:
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
 
-        Raises
-        ------
-        ValueError
-            If the engine is not frozen, the generation is not the next, or a part has no rank.
+        Raises `ValueError` if the engine is not frozen, the generation is not the next, or a part has no rank.
         """
         cdef bps_core *core = self._open()
         ranks = _array("I", order)
@@ -320,7 +373,7 @@ cdef class Engine:
                              f"{len(ranks)} ranks for {core.n_parts} parts")
 
     def arrived(self, uint32_t source, uint32_t part, uint32_t round, uint32_t flags):
-        """Say that a wire peer's bytes have arrived: what a transport does through `arrived_address`."""
+        """Report that a wire peer's bytes have arrived, as a transport does through `arrived_address`."""
         with nogil:
             bps_on_arrived(self.core, source, part, round, flags)
 
@@ -349,7 +402,7 @@ cdef class Engine:
     def abort(self, str reason):
         """Write *reason* on the board and wake every rank: all waits end with it. The first reason stays.
 
-        Nothing happens after `close`, which has let go of the board.
+        Does nothing after `close`, which has released the board.
         """
         cdef bps_core *core = self.core
         cdef bytes text = reason.encode()[:BPS_REASON_NBYTES - 1] + b"\0"
@@ -371,13 +424,28 @@ cdef class Engine:
 
     def counters(self):
         """Return what the engine has done since it was made. `allocations` grows with commits, never with rounds."""
-        return _counters(self.core)
+        cdef bps_core *core = self.core
+        cdef uint64_t sums, summed, published, published_nbytes, forwarded, stale, left_out, allocations
+        pthread_mutex_lock(&core.lock)  # threads count under it
+        sums, summed, published, published_nbytes = core.sums, core.bytes_summed, core.published, core.published_nbytes
+        forwarded, stale, left_out, allocations = core.forwarded, core.stale, core.left_out, core.allocations
+        pthread_mutex_unlock(&core.lock)
+        return {"sums": sums, "bytes_summed": summed, "published": published, "published_bytes": published_nbytes,
+                "forwarded": forwarded, "stale": stale, "left_out": left_out,
+                "allocations": allocations + bps_counted(&core.events.grown),
+                "trace_dropped": max(0, <int64_t>bps_counted(&core.trace.used) - <int64_t>core.trace.capacity)
+                if core.trace.records else 0}
 
     def pushed_nbytes(self, uint32_t source):
         """Return how many bytes of inputs *source* has delivered."""
-        if source >= self.core.n_sources:
+        cdef bps_core *core = self.core
+        cdef uint64_t nbytes
+        if source >= core.n_sources:
             raise ValueError(f"there is no source {source}")
-        return _pushed_nbytes(self.core, source)
+        pthread_mutex_lock(&core.lock)
+        nbytes = core.sources[source].pushed_nbytes
+        pthread_mutex_unlock(&core.lock)
+        return nbytes
 
     def lags(self, bint owned):
         """Return how late the first inputs of units were, by source, compared to the earliest one of the same round.
@@ -386,15 +454,31 @@ cdef class Engine:
         other, of all units. Rows (source, count, total_ns, max_ns, p99_ns, times last, total_ns when last); sources
         without any are left out.
         """
-        return _lags(self._open(), owned)
+        cdef bps_core *core = self._open()
+        cdef bps_lag *lag
+        cdef uint32_t i, n = core.n_sources
+        cdef uint64_t *rows = <uint64_t *>calloc(6 * <size_t>n + 1, sizeof(uint64_t))
+        cdef uint64_t *row
+        if rows == NULL:
+            raise MemoryError(f"lags of {n} sources")
+        pthread_mutex_lock(&core.lock)  # no objects are made under it
+        for i in range(n):
+            lag, row = (&core.owner_lags[i] if owned else &core.local_lags[i]), rows + 6 * i
+            row[0], row[1], row[2] = lag.n, lag.sum_ns, lag.max_ns
+            row[3], row[4], row[5] = bps_lag_p99(lag), lag.n_last, lag.last_sum_ns
+        pthread_mutex_unlock(&core.lock)
+        try:
+            return [(i, rows[6 * i], rows[6 * i + 1], rows[6 * i + 2], rows[6 * i + 3], rows[6 * i + 4],
+                     rows[6 * i + 5]) for i in range(n) if rows[6 * i]]
+        finally:
+            free(rows)
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        cdef bps_trace *trace = &self.core.trace
-        return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))
+        return trace_bytes(&self.core.trace)
 
     def close(self):
-        """Stop the threads and let go of all buffers. Idempotent. Close every transport first."""
+        """Stop the threads and release all buffers. Idempotent. Close every transport first."""
         if self.core.stopping:
             return
         with nogil:

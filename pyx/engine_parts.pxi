@@ -1,4 +1,4 @@
-# Helpers of engine.pyx, included by it: limits, buffers, sources, parts and their codecs, stores, counters.
+# Helpers of engine.pyx: limits, buffers, parts and their codecs.
 
 cdef enum:
     MAX_THREADS = 64
@@ -28,7 +28,7 @@ cdef class _Held:
         cdef bps_doorbell *bell = <bps_doorbell *>self.view.buf
         if self.view.len < <Py_ssize_t>sizeof(bps_doorbell) or bell.magic != BPS_DOORBELL_MAGIC:
             raise ValueError(f"the buffer of {self.view.len} bytes is no formatted doorbell")
-        return <bps_doorbell *>self.view.buf
+        return bell
 
     cdef void *board(self) except NULL:
         if (self.view.len < BPS_BOARD_HEADER + BPS_MAX_PARTS * BPS_BOARD_STRIDE
@@ -38,27 +38,6 @@ cdef class _Held:
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
-
-
-cdef uint32_t _add_source(bps_core *core, int kind, _Held incoming, _Held outgoing, _Held doorbell) except? 0xffffffff:
-    """Return the id of a new source of *kind*, with these lanes and this doorbell, if it has them."""
-    cdef bps_source source
-    memset(&source, 0, sizeof(source))
-    source.kind = kind
-    if incoming is not None:
-        source.lane = incoming.lane(&source.capacity)
-    if outgoing is not None:
-        source.outgoing = outgoing.lane(&source.outgoing_capacity)
-        source.doorbell = doorbell.doorbell()
-    pthread_mutex_lock(&core.lock)
-    index = core.n_sources
-    if index < BPS_MAX_SOURCES:
-        core.sources[index] = source
-        core.n_sources += 1
-    pthread_mutex_unlock(&core.lock)
-    if index == BPS_MAX_SOURCES:
-        raise ValueError(f"an engine has at most {BPS_MAX_SOURCES} sources")
-    return index
 
 
 cdef bps_codec *_codec(plan) except NULL:
@@ -137,75 +116,6 @@ cdef int _install(bps_core *core, uint32_t index, bps_part fresh, uintptr_t kern
     return 0
 
 
-cdef list _codec_words(bps_core *core, uint32_t part, words):
-    """See `Engine.codec_words`."""
-    cdef bps_codec *codec = NULL
-    cdef uint64_t found[6]
-    cdef int i
-    if words is not None:
-        for i in range(6):
-            found[i] = words[i]
-    pthread_mutex_lock(&core.lock)
-    if part < core.n_parts:
-        codec = core.parts[part].codec
-    if codec != NULL and words is not None:
-        memcpy(codec.generator, found, 16)
-        memcpy(codec.generator_back, found + 2, 16)
-        memcpy(&codec.last_rate, found + 4, 8)
-        memcpy(&codec.last_rate_back, found + 5, 8)
-        if codec.rate == 0:  # nobody has told one here: it goes on as it was
-            codec.rate = codec.last_rate
-    if codec != NULL:
-        memcpy(found, codec.generator, 16)
-        memcpy(found + 2, codec.generator_back, 16)
-        memcpy(found + 4, &codec.last_rate, 8)
-        memcpy(found + 5, &codec.last_rate_back, 8)
-    pthread_mutex_unlock(&core.lock)
-    if codec == NULL:
-        raise ValueError(f"part {part} has no codec")
-    return [found[i] for i in range(6)]
-
-
-cdef bps_weight_store *_store(uint32_t n_parts, void *momentum, uint64_t momentum_nbytes) except NULL:
-    """Return a new store for so many parts."""
-    cdef bps_weight_store *store = bps_store_make(n_parts, momentum, momentum_nbytes)
-    if store == NULL:
-        raise MemoryError(f"a store for {n_parts} workers")
-    return store
-
-
-cdef list _behind(bps_core *core, uint32_t part):
-    """See `Engine.behind`."""
-    cdef uint32_t found[BPS_MAX_SOURCES]
-    cdef uint32_t i, n = 0
-    pthread_mutex_lock(&core.lock)
-    if part < core.n_parts and core.parts[part].inputs != NULL:
-        n = bps_store_behind(core, part, found, BPS_MAX_SOURCES)
-    pthread_mutex_unlock(&core.lock)
-    return [found[i] for i in range(n)]
-
-
-cdef list _lags(bps_core *core, bint owned):
-    """Return (source, count, sum, max, p99, times last, sum when last), in ns; see `Engine.lags`."""
-    cdef bps_lag *lag
-    cdef uint32_t i, n = core.n_sources
-    cdef uint64_t *rows = <uint64_t *>calloc(6 * <size_t>n + 1, sizeof(uint64_t))
-    cdef uint64_t *row
-    if rows == NULL:
-        raise MemoryError(f"lags of {n} sources")
-    pthread_mutex_lock(&core.lock)  # no objects are made under it
-    for i in range(n):
-        lag, row = (&core.owner_lags[i] if owned else &core.local_lags[i]), rows + 6 * i
-        row[0], row[1], row[2] = lag.n, lag.sum_ns, lag.max_ns
-        row[3], row[4], row[5] = bps_lag_p99(lag), lag.n_last, lag.last_sum_ns
-    pthread_mutex_unlock(&core.lock)
-    try:
-        return [(i, rows[6 * i], rows[6 * i + 1], rows[6 * i + 2], rows[6 * i + 3], rows[6 * i + 4],
-                 rows[6 * i + 5]) for i in range(n) if rows[6 * i]]
-    finally:
-        free(rows)
-
-
 cdef int _check_owner_change(int status, str what, str owner="here") except -1:
     """Raise ValueError if *status*, of a call about *what*, is not BPS_OWNER_CHANGED; *owner*: where none owns it."""
     if status == BPS_NOT_FROZEN:
@@ -215,47 +125,3 @@ cdef int _check_owner_change(int status, str what, str owner="here") except -1:
     if status == BPS_OTHER_ROUND:
         raise ValueError(f"{what}: it is at another round here")
     return 0
-
-
-cdef tuple _progress(bps_core *core, uint32_t part):
-    """See `Engine.progress`."""
-    cdef uint32_t passed_on = 0, complete = 0
-    if bps_progress(core, part, &passed_on, &complete) != BPS_OWNER_CHANGED:
-        raise ValueError(f"there is no part {part}")
-    return passed_on, complete
-
-
-cdef dict _counters(bps_core *core):
-    """See `Engine.counters`. Threads count under the lock, so the counters are read under it."""
-    cdef uint64_t sums, summed, published, published_nbytes, forwarded, stale, left_out, allocations
-    pthread_mutex_lock(&core.lock)
-    sums, summed, published, published_nbytes = core.sums, core.bytes_summed, core.published, core.published_nbytes
-    forwarded, stale, left_out, allocations = core.forwarded, core.stale, core.left_out, core.allocations
-    pthread_mutex_unlock(&core.lock)
-    return {"sums": sums, "bytes_summed": summed, "published": published, "published_bytes": published_nbytes,
-            "forwarded": forwarded, "stale": stale, "left_out": left_out,
-            "allocations": allocations + bps_counted(&core.events.grown),
-            "trace_dropped": max(0, <int64_t>bps_counted(&core.trace.used) - <int64_t>core.trace.capacity)
-            if core.trace.records else 0}
-
-
-cdef uint64_t _pushed_nbytes(bps_core *core, uint32_t source):
-    """See `Engine.pushed_nbytes`."""
-    cdef uint64_t nbytes
-    pthread_mutex_lock(&core.lock)
-    nbytes = core.sources[source].pushed_nbytes
-    pthread_mutex_unlock(&core.lock)
-    return nbytes
-
-
-cdef list _report(bps_core *core):
-    """See `Engine.report`."""
-    cdef uint32_t i, n, room = core.n_parts
-    cdef bps_row *rows = <bps_row *>calloc(room + 1, sizeof(bps_row))
-    if rows == NULL:
-        raise MemoryError(f"a report of {room} parts")
-    n = bps_table_report(core, rows, room)
-    try:
-        return [(rows[i].part, rows[i].round, rows[i].n_missing) for i in range(n)]
-    finally:
-        free(rows)

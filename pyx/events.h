@@ -6,8 +6,7 @@
  *   LOST       the connection to `source` is gone or broke the protocol; code is an errno, 0 an orderly end;
  *              `source` BPS_NOBODY: the engine itself has failed, and the board says how
  */
-#ifndef BPS_EVENTS_H
-#define BPS_EVENTS_H
+#pragma once
 
 #include <stdlib.h>
 
@@ -72,8 +71,8 @@ static inline void bps_events_await(struct bps_events *events, uint64_t timeout_
     bps_add(&events->reader_waits, (uint32_t)-1);
 }
 
-/* Take all events: how many of `taken` are the reader's now. Who pushes never waits for the reader. Whatever was done
- * before a wake-up that this call takes note of is in sight when it returns. Reader only. */
+/* Take all events: how many of `taken` are the reader's now. A thread that pushes never waits for the reader. What was
+ * done before a wake-up is visible to the reader once this call has read that wake-up. Reader only. */
 static inline uint32_t bps_events_take(struct bps_events *events)
 {
     pthread_mutex_lock(&events->lock);
@@ -94,5 +93,3 @@ static inline void bps_events_wake(struct bps_events *events)
     bps_add(&events->word, 1);
     bps_wake(&events->word, 1);
 }
-
-#endif

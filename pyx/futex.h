@@ -2,8 +2,7 @@
  *
  * Futexes are not PRIVATE: the words lie in memfd segments that several processes map.
  */
-#ifndef BPS_FUTEX_H
-#define BPS_FUTEX_H
+#pragma once
 
 #include <errno.h>
 #include <limits.h>
@@ -50,10 +49,10 @@ static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FU
  *
  * A core that went idle takes tens of microseconds to come back, more in a virtual machine. But a thread that merely
  * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields,
- * unless the process's cores are crowded. */
+ * unless other processes want its cores. */
 static struct bps_contention bps_contention __attribute__((unused));
 
-static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
+static inline int bps_wait_awake(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
 {
     for (int i = 0; i < 48; i++) {
         if (bps_load(word) != seen)
@@ -79,9 +78,8 @@ static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake
     return 0;
 }
 
-/* Doorbell: one word that many ring and the engine's threads of one node wait on.
- * One of them stays awake for a while; a ring is a few instructions while it does, or nobody sleeps, and one system
- * call otherwise. */
+/* Doorbell: one word that many ring and the engine's threads of one node wait on. One of them stays awake for a while.
+ * While it does, or while nobody sleeps, a ring costs a few instructions, otherwise one system call. */
 #define BPS_DOORBELL_MAGIC 0x42504442u /* "BDPB" */
 
 struct bps_doorbell {
@@ -114,7 +112,7 @@ static inline int bps_await_doorbell_awake(struct bps_doorbell *bell, int is_awa
     uint32_t nobody = 0;
     if (is_awake
         || __atomic_compare_exchange_n(&bell->awake, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (bps_linger(&bell->rings, seen, awake_ns))
+        if (bps_wait_awake(&bell->rings, seen, awake_ns))
             return 1;
         __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
     }
@@ -124,7 +122,7 @@ static inline int bps_await_doorbell_awake(struct bps_doorbell *bell, int is_awa
     return 0;
 }
 
-/* Who was awake is busy from now on: another one takes what was rung for since `seen` was read. */
+/* The waiter that was awake has work: wake another one if the bell was rung since `seen` was read. */
 static inline void bps_leave_doorbell(struct bps_doorbell *bell, uint32_t seen)
 {
     __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
@@ -140,5 +138,3 @@ static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, 
     if (bps_await_doorbell_awake(bell, 0, seen, awake_ns, timeout_ns))
         __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
 }
-
-#endif

@@ -2,8 +2,7 @@
  *
  * It is measured because a virtual machine's kernel does not know where the host runs its CPUs.
  */
-#ifndef BPS_HANDOVER_H
-#define BPS_HANDOVER_H
+#pragma once
 
 #include <errno.h>
 #include <sched.h>
@@ -39,7 +38,7 @@ static inline int bps_handover_wait(struct bps_handover *h, uint32_t turn)
     return 0;
 }
 
-/* Nobody comes any more: let the other side not wait. */
+/* Make the other side stop waiting: this one will not take its turn. */
 static inline void bps_handover_end(struct bps_handover *h)
 {
     __atomic_store_n(&h->deadline_ns, 0, __ATOMIC_RELAXED);
@@ -73,7 +72,8 @@ static inline void *bps_handover_run(void *argument)
     return NULL;
 }
 
-/* 0 with the least ns of one way in `*ns`, of several series; or an errno: EINVAL if a CPU may not be used, ETIMEDOUT. */
+/* 0 with the least ns of one way in `*ns`, of several series; or an errno: EINVAL if a CPU may not be used,
+ * ETIMEDOUT. */
 static inline int bps_handover(int first, int second, uint64_t timeout_ns, double *ns)
 {
     struct bps_handover h = {0, {first, second}, bps_now_ns() + timeout_ns, UINT64_MAX, {0, 0}};
@@ -95,5 +95,3 @@ static inline int bps_handover(int first, int second, uint64_t timeout_ns, doubl
     *ns = (double)h.least_ns / (2.0 * BPS_HANDOVER_TURNS);
     return rc;
 }
-
-#endif

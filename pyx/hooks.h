@@ -1,6 +1,5 @@
 /* Hooks: the functions by which a transport reports to an engine. Callable from any thread, without the GIL. */
-#ifndef BPS_HOOKS_H
-#define BPS_HOOKS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -12,5 +11,3 @@ typedef void (*bps_notify_fn)(void *engine, uint32_t kind, uint32_t source, uint
                               uint32_t code, uint64_t nbytes);
 
 enum { BPS_EVENT_FORWARD = 1, BPS_EVENT_RESULT = 2, BPS_EVENT_DELIVERED = 3, BPS_EVENT_LOST = 4 };
-
-#endif

@@ -4,15 +4,13 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "verbs_abi.h" nogil:
     enum:
-        BPS_QPS_RESET, BPS_QPS_INIT, BPS_QPS_RTR, BPS_QPS_RTS, BPS_QPS_SQD, BPS_QPS_SQE, BPS_QPS_ERR, BPS_QPT_RC
+        BPS_QPS_INIT, BPS_QPS_RTR, BPS_QPS_RTS, BPS_QPS_ERR, BPS_QPT_RC
         BPS_QP_STATE, BPS_QP_ACCESS_FLAGS, BPS_QP_PKEY_INDEX, BPS_QP_PORT, BPS_QP_AV, BPS_QP_PATH_MTU, BPS_QP_TIMEOUT
         BPS_QP_RETRY_CNT, BPS_QP_RNR_RETRY, BPS_QP_RQ_PSN, BPS_QP_MAX_QP_RD_ATOMIC, BPS_QP_MIN_RNR_TIMER
-        BPS_QP_SQ_PSN, BPS_QP_MAX_DEST_RD_ATOMIC, BPS_QP_CAP, BPS_QP_DEST_QPN
+        BPS_QP_SQ_PSN, BPS_QP_MAX_DEST_RD_ATOMIC, BPS_QP_DEST_QPN
         BPS_ACCESS_LOCAL_WRITE, BPS_ACCESS_REMOTE_WRITE, BPS_ACCESS_REMOTE_READ, BPS_ACCESS_RELAXED_ORDERING
         BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, BPS_WR_SEND_WITH_IMM, BPS_WR_RDMA_READ
-        BPS_SEND_FENCE, BPS_SEND_SIGNALED, BPS_SEND_SOLICITED, BPS_SEND_INLINE
-        BPS_WC_SEND, BPS_WC_RDMA_WRITE, BPS_WC_RDMA_READ, BPS_WC_RECV, BPS_WC_RECV_RDMA_WITH_IMM, BPS_WC_WITH_IMM
-        BPS_WC_SUCCESS, BPS_WC_WR_FLUSH_ERR
+        BPS_SEND_SIGNALED, BPS_SEND_INLINE, BPS_WC_WITH_IMM
     union bps_ibv_gid:
         uint8_t *raw
     struct bps_ibv_device:
@@ -35,17 +33,6 @@ cdef extern from "verbs_abi.h" nogil:
         bps_ibv_cq *send_cq
         bps_ibv_cq *recv_cq
         uint32_t qp_num
-    struct bps_ibv_sge:
-        uint64_t addr
-        uint32_t length, lkey
-    struct bps_ibv_send_wr:
-        uint64_t wr_id
-        bps_ibv_send_wr *next
-    struct bps_ibv_recv_wr:
-        uint64_t wr_id
-        bps_ibv_recv_wr *next
-        bps_ibv_sge *sg_list
-        int num_sge
     struct bps_ibv_wc:
         uint64_t wr_id
         int status, opcode
@@ -125,16 +112,8 @@ cdef extern from "verbs.h" nogil:
     int bps_verbs_open(const char *, char *, size_t)
     bps_ibv_mr *bps_reg_mr(bps_ibv_pd *, void *, size_t, unsigned int)
     bps_ibv_mr *bps_reg_dmabuf_mr(bps_ibv_pd *, uint64_t, size_t, uint64_t, int, unsigned int)
-    int bps_post_send(bps_ibv_qp *, bps_ibv_send_wr *, bps_ibv_send_wr **)
-    int bps_post_recv(bps_ibv_qp *, bps_ibv_recv_wr *, bps_ibv_recv_wr **)
-    int bps_poll_cq(bps_ibv_cq *, int, bps_ibv_wc *)
     int bps_req_notify_cq(bps_ibv_cq *, int)
     uint32_t bps_wc_immediate(const bps_ibv_wc *)
-    void bps_fill_send(bps_ibv_send_wr *, bps_ibv_sge *, int, unsigned int, uint64_t, uint64_t, uint32_t, uint32_t,
-                       uint64_t, uint32_t, uint32_t)
-    int bps_post_write_imm(bps_ibv_qp *, uint64_t, uint64_t, uint32_t, uint32_t, uint64_t, uint32_t, uint32_t,
-                           unsigned int)
-    int bps_post_recv_one(bps_ibv_qp *, uint64_t, uint64_t, uint32_t, uint32_t)
     int bps_device_is_gone(int)
     int bps_unblock(int)
     int bps_await_fd(int, int64_t)

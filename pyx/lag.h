@@ -4,8 +4,7 @@
  * when they announced theirs (a host has one monotonic clock); an input from a wire counts when it has arrived whole.
  * Written and read under the engine's lock.
  */
-#ifndef BPS_LAG_H
-#define BPS_LAG_H
+#pragma once
 
 #include <stdint.h>
 
@@ -65,5 +64,3 @@ static inline uint64_t bps_lag_p99(const struct bps_lag *lag)
     }
     return 0;
 }
-
-#endif

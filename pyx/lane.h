@@ -11,11 +11,10 @@
  *
  *   entry: part 4, count 4, round 4, flags 2, segment 2, offset 8, time_ns 8
  *
- * The consumer trusts nothing but its own copy of the capacity: a broken producer can only announce rubbish,
- * which the engine checks entry by entry.
+ * The consumer trusts nothing but its own copy of the capacity: a broken producer can only announce invalid entries,
+ * and the engine checks each of them.
  */
-#ifndef BPS_LANE_H
-#define BPS_LANE_H
+#pragma once
 
 #include <string.h>
 
@@ -25,7 +24,7 @@
 #define BPS_LANE_HEADER 256
 #define BPS_FLAG_EMPTY 1u
 #define BPS_FLAG_RATE 2u /* no input: from the next round on the learning rate is `offset`, the bits of a double */
-#define BPS_FLAG_FAR 4u  /* this rank reads the sum late, when caches have lost it: it may go past them */
+#define BPS_FLAG_NONTEMPORAL 4u /* the rank reads the sum so late that caches have lost it: stores may bypass them */
 
 struct bps_entry {
     uint32_t part;
@@ -103,5 +102,3 @@ static inline void bps_count(uint64_t *counter, uint64_t amount)
 }
 
 static inline uint64_t bps_counted(const uint64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
-
-#endif

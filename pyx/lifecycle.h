@@ -1,6 +1,5 @@
-/* Lifecycle: an engine's core from its tables and threads to its end, and the freeze before a commit. */
-#ifndef BPS_LIFECYCLE_H
-#define BPS_LIFECYCLE_H
+/* Lifecycle: makes, starts, freezes, stops and frees the core of an engine. */
+#pragma once
 
 #include "arrivals.h"
 #include "workers.h"
@@ -79,8 +78,8 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
     core->local_lags = calloc(BPS_MAX_SOURCES, sizeof *core->local_lags);
     core->owner_lags = calloc(BPS_MAX_SOURCES, sizeof *core->owner_lags);
     core->workers = calloc((size_t)n_workers, sizeof *core->workers);
-    if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked || !core->sources
-        || !core->local_lags || !core->owner_lags || !core->workers
+    if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked
+        || !core->sources || !core->local_lags || !core->owner_lags || !core->workers
         || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
         bps_core_free(core);
         return NULL;
@@ -93,8 +92,8 @@ static inline int bps_start(struct bps_core *core, int n_workers)
 {
     bps_look_for_cpus(&core->cpus, n_workers);
     for (int i = 0; i < n_workers; i++) {
-        core->workers[i].seat.cpu = -1;
-        core->workers[i].seat.allowed = core->cpus.all;
+        core->workers[i].cpu_use.cpu = -1;
+        core->workers[i].cpu_use.allowed = core->cpus.all;
         core->workers[i].core = core;
         core->workers[i].index = i;
         int rc = bps_start_thread(&core->workers[i].thread, bps_work, &core->workers[i]);
@@ -144,5 +143,3 @@ static inline int bps_map_segment(struct bps_core *core, uint32_t source, uint32
     bps_ring_doorbell(core->doorbell, INT_MAX);
     return rc;
 }
-
-#endif

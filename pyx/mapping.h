@@ -5,8 +5,7 @@
  * uses huge pages (transparent_hugepage/shmem_enabled); MADV_COLLAPSE (Linux 6.1) requests them nevertheless. It needs
  * extents with at least one page each, and then costs less than filling them page by page.
  */
-#ifndef BPS_MAPPING_H
-#define BPS_MAPPING_H
+#pragma once
 
 #include <errno.h>
 #include <stddef.h>
@@ -71,5 +70,3 @@ static inline void bps_fill_huge(char *address, size_t nbytes, size_t page)
     if (whole != 0)
         madvise(address, whole, MADV_COLLAPSE);
 }
-
-#endif

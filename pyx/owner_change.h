@@ -5,14 +5,13 @@
  * it from a keeper. If the next round has begun, it is pushed again to the new owner, from where its inputs still are:
  * a rank writes the next inputs only once all of this round is complete (docs/design/recovery.md).
  */
-#ifndef BPS_OWNER_CHANGE_H
-#define BPS_OWNER_CHANGE_H
+#pragma once
 
 #include "table.h"
 
 enum { BPS_OWNER_CHANGED = 0, BPS_NOT_FROZEN = 1, BPS_NO_PART = 2, BPS_OTHER_ROUND = 3 };
 
-/* Hear nothing more of a source, and tell it nothing. */
+/* Close a source: nothing that it sends counts any more, and nothing is sent to it. */
 static inline int bps_detach(struct bps_core *core, uint32_t source)
 {
     pthread_mutex_lock(&core->lock);
@@ -71,41 +70,47 @@ static inline void bps_pass_on_again(struct bps_core *core, uint32_t index)
         bps_pass_on(core, index, part->round, 0, part->partial_segment, part->partial_offset, part->outputs[0]);
 }
 
+/* What a change of a part's owner comes to; the round matters only where there is the part. */
+static inline int bps_change_status(const struct bps_core *core, int has_part, int is_at_round)
+{
+    if (!core->frozen)
+        return BPS_NOT_FROZEN;
+    return !has_part ? BPS_NO_PART : is_at_round ? BPS_OWNER_CHANGED : BPS_OTHER_ROUND;
+}
+
 /* Whether a part has passed on `after` or the round that follows it: nothing else can be. */
 static inline int bps_is_at(const struct bps_part *part, uint32_t after)
 {
     return part->round == after || part->round == after + 1;
 }
 
-/* Whether the result of `after` lies here whole, and only was not decoded yet: `keeper` has sent it after an earlier
- * loss, and sends it no second time. (One that the lost owner has sent is dropped: a copy comes, which is waited for
- * before anything else may be written there.) */
-static inline int bps_has_loan(const struct bps_part *part, uint32_t after, uint32_t keeper)
+/* Whether the result of `after` is here whole and only not decoded yet: `keeper` has sent it after an earlier loss,
+ * and sends it only once. (A result of the lost owner is dropped: a copy comes, and nothing else is written there
+ * before.) */
+static inline int bps_has_kept_result(const struct bps_part *part, uint32_t after, uint32_t keeper)
 {
     return part->codec != NULL && part->codec->has_result && part->codec->result_round == after && !part->is_kept &&
            part->kept_round == after && part->keeper == keeper;
 }
 
-/* A member's part has the new owner `owner`. What is complete up to `after` but not here comes from `keeper`; if that is
- * BPS_NOBODY, it lies here already and was only not announced. */
+/* Give a member's part the new owner `owner`. A result of `after` that is not complete here comes from `keeper`; if
+ * that is BPS_NOBODY, it is in place already and only has to be published. */
 static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t owner, uint32_t after, uint32_t keeper)
 {
     uint32_t *word = NULL;
     pthread_mutex_lock(&core->lock);
     struct bps_part *part = &core->parts[index];
-    int status = !core->frozen                                                          ? BPS_NOT_FROZEN
-                 : index >= core->n_parts || part->inputs == NULL || part->owned ? BPS_NO_PART
-                 : !bps_is_at(part, after)                                       ? BPS_OTHER_ROUND
-                                                                                 : BPS_OWNER_CHANGED;
+    int is_member = index < core->n_parts && part->inputs != NULL && !part->owned;
+    int status = bps_change_status(core, is_member, is_member && bps_is_at(part, after));
     if (status == BPS_OWNER_CHANGED) {
         part->owner = owner;
-        int has_loan = bps_has_loan(part, after, keeper);
-        if (part->codec != NULL && part->codec->has_result && !has_loan) { /* not decoded yet: as if not arrived */
+        int has_kept = bps_has_kept_result(part, after, keeper);
+        if (part->codec != NULL && part->codec->has_result && !has_kept) { /* not decoded yet: as if not arrived */
             part->codec->has_result = 0;
             part->codec->result_round--;
         }
         part->is_kept = part->was_given = 0;
-        if (!has_loan && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
+        if (!has_kept && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
             part->is_kept = keeper != BPS_NOBODY;
             part->keeper = keeper;
             part->kept_round = after;
@@ -136,16 +141,14 @@ static inline void bps_inherit(struct bps_part *fresh, const struct bps_part *ol
     fresh->pass = old->pass;
 }
 
-/* This node owns the part from the round after `after` on: `fresh`, in the place of a member's part if there was one.
- * What the latter had stays its memory's owner's. */
+/* Own the part from the round after `after` on: `fresh` replaces the member's part, if there was one, whose memory
+ * stays with its owner. */
 static inline int bps_change_owner(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
 {
     pthread_mutex_lock(&core->lock);
     struct bps_part *old = &core->parts[index];
-    int status = !core->frozen                                                              ? BPS_NOT_FROZEN
-                 : old->inputs != NULL && (old->owned || old->generation > core->generation) ? BPS_NO_PART
-                 : old->inputs != NULL && !bps_is_at(old, after)                             ? BPS_OTHER_ROUND
-                                                                                             : BPS_OWNER_CHANGED;
+    int is_free = old->inputs == NULL, is_member = !is_free && !old->owned && old->generation <= core->generation;
+    int status = bps_change_status(core, is_free || is_member, is_free || bps_is_at(old, after));
     if (status == BPS_OWNER_CHANGED) {
         if (old->inputs != NULL) {
             bps_inherit(fresh, old, after);
@@ -162,16 +165,14 @@ static inline int bps_change_owner(struct bps_core *core, uint32_t index, struct
     return status;
 }
 
-/* This node, which lives, owns the part no more from the round after `after` on, the last that it has summed: `fresh` is
- * its member's part then, with what ranks here have pushed; NULL: it has none. */
+/* Give up a part that this node owns, after round `after`, the last that it has summed. `fresh` is its member's part
+ * from then on, with what ranks here have pushed; NULL: it has none. */
 static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
 {
     pthread_mutex_lock(&core->lock);
     struct bps_part *old = &core->parts[index];
-    int status = !core->frozen                                                                              ? BPS_NOT_FROZEN
-                 : index >= core->n_parts || old->inputs == NULL || !old->owned || old->store != NULL ? BPS_NO_PART
-                 : old->round != after                                                                      ? BPS_OTHER_ROUND
-                                                                                                            : BPS_OWNER_CHANGED;
+    int is_owned = index < core->n_parts && old->inputs != NULL && old->owned && old->store == NULL;
+    int status = bps_change_status(core, is_owned, is_owned && old->round == after);
     if (status == BPS_OWNER_CHANGED) {
         if (fresh != NULL) {
             bps_inherit(fresh, old, after);
@@ -188,5 +189,3 @@ static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_
     pthread_mutex_unlock(&core->lock);
     return status;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * A thread that wants to move bytes reserves the next stretch of time in which they fit, and sleeps until it begins.
  * Unused time can be made up for, up to burst_ns, because sleeps end late and bytes come in bursts.
  */
-#ifndef BPS_PACE_H
-#define BPS_PACE_H
+#pragma once
 
 #include "futex.h"
 
@@ -21,7 +20,8 @@ struct bps_pace {
 /* Wait for the turn of nbytes. 0, or ECANCELED once *closing is set. */
 static inline int bps_await_turn(struct bps_pace *pace, uint64_t nbytes, const uint32_t *closing)
 {
-    uint64_t cost_ns = (uint64_t)((double)nbytes * pace->ns_per_byte), now_ns = bps_now_ns(), begin_ns = now_ns, turn_ns;
+    uint64_t cost_ns = (uint64_t)((double)nbytes * pace->ns_per_byte), turn_ns;
+    uint64_t now_ns = bps_now_ns(), begin_ns = now_ns;
     uint64_t next_ns = __atomic_load_n(&pace->next_ns, __ATOMIC_RELAXED);
     do {
         turn_ns = next_ns + BPS_PACE_BURST_NS > now_ns ? next_ns : now_ns - BPS_PACE_BURST_NS;
@@ -39,5 +39,3 @@ static inline int bps_await_turn(struct bps_pace *pace, uint64_t nbytes, const u
     __atomic_fetch_add(&pace->waited_ns, now_ns - begin_ns, __ATOMIC_RELAXED);
     return 0;
 }
-
-#endif

@@ -113,8 +113,60 @@ cdef int _populate(void *address, size_t nbytes, size_t page) noexcept nogil:
     return 0
 
 
+cdef class _Mapping:
+    """Addresses of this process, and a descriptor unless `fd` is -1; a buffer that is not unmapped while it is used."""
+
+    cdef readonly uintptr_t address
+    cdef readonly size_t nbytes
+    cdef readonly bint writable
+    cdef readonly int exports
+    cdef int fd
+
+    def __cinit__(self):
+        self.fd = -1
+
+    @property
+    def closed(self):
+        """Whether the mapping is gone."""
+        return self.address == 0
+
+    cdef int _check_buffer(self) except -1:
+        """Raise unless this process may read and write there."""
+        if self.address == 0:
+            raise ValueError(f"buffer of a closed {type(self).__name__.lower()}")
+        return 0
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        self._check_buffer()
+        PyBuffer_FillInfo(buffer, self, <void *>self.address, <Py_ssize_t>self.nbytes, not self.writable, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.exports -= 1
+
+    def close(self):
+        """Unmap, and close the descriptor. Idempotent.
+
+        Raises `BufferError` while exports live: something still points into the memory.
+        """
+        if self.exports:
+            raise BufferError(f"{type(self).__name__.lower()} of {self.nbytes} bytes has {self.exports} live exports")
+        self._release()
+
+    cdef void _release(self) noexcept:
+        if self.address != 0:
+            munmap(<void *>self.address, self.nbytes)
+            self.address = 0
+        if self.fd >= 0:
+            close(self.fd)
+            self.fd = -1
+
+    def __dealloc__(self):
+        self._release()
+
+
 @cython.final
-cdef class Segment:
+cdef class Segment(_Mapping):
     """Create a memfd of *nbytes* (rounded up to pages) and map it writable.
 
     Huge pages of 2 MiB are used when *huge* is set and the segment fills at least one: those of the pool if *pool* is
@@ -131,14 +183,7 @@ cdef class Segment:
         With the errno of the call that failed and its arguments.
     """
 
-    cdef readonly uintptr_t address
-    cdef readonly size_t nbytes, page_nbytes
-    cdef readonly bint writable
-    cdef readonly int exports
-    cdef int fd
-
-    def __cinit__(self):
-        self.fd = -1
+    cdef readonly size_t page_nbytes
 
     def __init__(self, nbytes, *, name="bpsfast", huge=True, pool=True, falls_back=True, populate=True,
                  int node=-1):
@@ -197,10 +242,7 @@ cdef class Segment:
 
         *populate* enters all its pages into this process's page table now, so that the first step does not.
 
-        Raises
-        ------
-        OSError
-            If the descriptor cannot be mapped; it is then still the caller's.
+        Raises `OSError` if the descriptor cannot be mapped; it is then still the caller's.
         """
         cdef Segment self = cls.__new__(cls)
         status = os.fstat(fd)
@@ -217,43 +259,9 @@ cdef class Segment:
         self.page_nbytes = status.st_blksize
         return self
 
-    @property
-    def closed(self):
-        """Whether the mapping is gone."""
-        return self.address == 0
-
     def fileno(self):
         """Return the descriptor (the segment keeps it)."""
         return self.fd
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        if self.address == 0:
-            raise ValueError("buffer of a closed segment")
-        PyBuffer_FillInfo(buffer, self, <void *>self.address, <Py_ssize_t>self.nbytes, not self.writable, flags)
-        self.exports += 1
-
-    def __releasebuffer__(self, Py_buffer *buffer):
-        self.exports -= 1
-
-    def close(self):
-        """Unmap and close. Idempotent.
-
-        Raises
-        ------
-        BufferError
-            While exports live: something still points into the memory.
-        """
-        if self.exports:
-            raise BufferError(f"segment of {self.nbytes} bytes has {self.exports} live exports")
-        self._release()
-
-    cdef void _release(self) noexcept:
-        if self.address != 0:
-            munmap(<void *>self.address, self.nbytes)
-            self.address = 0
-        if self.fd >= 0:
-            close(self.fd)
-            self.fd = -1
 
     def __enter__(self):
         return self
@@ -261,12 +269,9 @@ cdef class Segment:
     def __exit__(self, *exc):
         self.close()
 
-    def __dealloc__(self):
-        self._release()
-
 
 @cython.final
-cdef class Window:
+cdef class Window(_Mapping):
     """Map *extents*, tuples of (descriptor, byte offset, nbytes), read-only side by side.
 
     Offsets are page multiples, and so is every nbytes but the last. The descriptors stay the caller's; the
@@ -280,10 +285,6 @@ cdef class Window:
     OSError
         If a mapping fails; nothing is left behind.
     """
-
-    cdef readonly uintptr_t address
-    cdef readonly size_t nbytes
-    cdef readonly int exports
 
     def __init__(self, extents):
         cdef size_t total = 0, at = 0, rounded
@@ -316,39 +317,55 @@ cdef class Window:
             madvise(base, total, MADV_POPULATE_READ)
         self.address, self.nbytes = <uintptr_t>base, total
 
-    @property
-    def closed(self):
-        """Whether the mapping is gone."""
-        return self.address == 0
 
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        if self.address == 0:
-            raise ValueError("buffer of a closed window")
-        PyBuffer_FillInfo(buffer, self, <void *>self.address, <Py_ssize_t>self.nbytes, True, flags)
-        self.exports += 1
+@cython.final
+cdef class Shadow(_Mapping):
+    """Addresses of this process that stand for *nbytes* of another device's memory, whose descriptor is *fd*.
 
-    def __releasebuffer__(self, Py_buffer *buffer):
-        self.exports -= 1
+    Nobody here can read or write there: whoever tries gets SIGSEGV, and with that address a kernel call EFAULT. They
+    are what a card is told (the iova of a registration), and what tells such memory from all other.
 
-    def close(self):
-        """Unmap. Idempotent.
+    *maps*: the descriptor is a memfd, which stands in for a device's. It is mapped, and a buffer, until `shut`: for
+    those who register it as ordinary memory. The descriptor becomes ours, as for `Segment.attach`. Any thread.
 
-        Raises
-        ------
-        BufferError
-            While exports live.
-        """
-        if self.exports:
-            raise BufferError(f"window of {self.nbytes} bytes has {self.exports} live exports")
-        self._release()
+    Raises
+    ------
+    ValueError
+        If nbytes is not made of pages.
+    OSError
+        With the errno of mmap; the descriptor is then still the caller's.
+    """
 
-    cdef void _release(self) noexcept:
+    cdef readonly bint maps
+    cdef bint is_shut
+
+    def __init__(self, int fd, size_t nbytes, *, bint maps=False):
+        cdef void *address
         if self.address != 0:
-            munmap(<void *>self.address, self.nbytes)
-            self.address = 0
+            raise ValueError("a Shadow is initialised once")
+        if nbytes == 0 or nbytes % PAGE:
+            raise ValueError(f"{nbytes} bytes of a device are not made of {PAGE}-byte pages")
+        with nogil:
+            address = bps_map(nbytes, PROT_READ | PROT_WRITE, fd) if maps else bps_reserve(nbytes, 0)
+        if address == MAP_FAILED:
+            raise OSError(errno, f"mmap(fd={fd}, nbytes={nbytes}, maps={maps}): {strerror(errno).decode()}")
+        self.fd, self.address, self.nbytes, self.maps = fd, <uintptr_t>address, nbytes, maps
+        self.writable = True  # by cards
 
-    def __dealloc__(self):
-        self._release()
+    def fileno(self):
+        """Return the descriptor (the shadow keeps it)."""
+        return self.fd
 
+    def shut(self):
+        """Let nobody in this process read or write there any more; what is registered stays so. Idempotent."""
+        if self.address == 0:
+            raise ValueError("the shadow is closed")
+        if mprotect(<void *>self.address, self.nbytes, PROT_NONE) != 0:
+            raise OSError(errno, f"mprotect(address={self.address:#x}, nbytes={self.nbytes}): "
+                                 f"{strerror(errno).decode()}")
+        self.is_shut = True
 
-include "pages_shadow.pxi"
+    cdef int _check_buffer(self) except -1:
+        if self.address == 0 or self.is_shut or not self.maps:
+            raise BufferError("a device's memory is no buffer of this process")
+        return 0

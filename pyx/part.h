@@ -4,8 +4,7 @@
  * (only the local ranks' inputs meet here; their partial is forwarded to the owner, whose result comes back).
  * All functions run under the engine's lock.
  */
-#ifndef BPS_PART_H
-#define BPS_PART_H
+#pragma once
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,7 +15,7 @@
 #include "rows.h"
 
 struct bps_input {
-    uint32_t source;  /* who delivers it */
+    uint32_t source;  /* the engine's number of the rank or node that delivers it */
     uint16_t segment; /* where it lies: the source's segment and offset, */
     uint8_t arrived, empty;
     uint64_t offset;
@@ -40,7 +39,7 @@ struct bps_part {
     uint32_t owner; /* member: source of the owner */
     uint16_t partial_segment;
     uint8_t owned, to_wire;
-    uint8_t is_far; /* some input of this round came with BPS_FLAG_FAR */
+    uint8_t is_nontemporal; /* some input of this round came with BPS_FLAG_NONTEMPORAL */
     uint32_t generation;
     struct bps_weight_store *store; /* owned: what its pushes are applied to (store.h); NULL: the sum is the result */
     uint32_t applied;        /* of a store: the last round whose push was applied, */
@@ -49,7 +48,7 @@ struct bps_part {
     uint8_t is_backed;       /* its store has versions (backups.h): */
     uint8_t is_given, is_taken; /* there was a push; the next version has it; */
     uint32_t seen;           /* which version its worker was answered with */
-    uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (owner_change.h) */
+    uint8_t is_kept;         /* member: its owner is gone, and `keeper` sends the result of kept_round */
     uint32_t keeper, kept_round;
     uint8_t was_given;       /* owned until round given_round, whose inputs go to a new owner: late ones are dropped */
     uint32_t given_round;
@@ -60,7 +59,7 @@ struct bps_part {
     uint64_t first_ns, complete_ns;
 };
 
-enum { BPS_WAITING = 0, BPS_COMPLETE = 1, BPS_STALE = -1, BPS_AHEAD = -2, BPS_STRANGER = -3, BPS_TWICE = -4 };
+enum { BPS_WAITING = 0, BPS_COMPLETE = 1, BPS_STALE = -1, BPS_AHEAD = -2, BPS_NO_INPUT = -3, BPS_TWICE = -4 };
 
 /* Note that `source` has delivered its input of `round`. */
 static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32_t round, uint32_t flags,
@@ -77,18 +76,18 @@ static inline int bps_part_arrive(struct bps_part *part, uint32_t source, uint32
             return BPS_TWICE;
         input->arrived = 1;
         input->empty = (flags & BPS_FLAG_EMPTY) != 0;
-        part->is_far |= (flags & BPS_FLAG_FAR) != 0;
+        part->is_nontemporal |= (flags & BPS_FLAG_NONTEMPORAL) != 0;
         input->segment = segment;
         input->offset = offset;
         input->time_ns = time_ns;
         return --part->n_missing == 0 ? BPS_COMPLETE : BPS_WAITING;
     }
-    return BPS_STRANGER;
+    return BPS_NO_INPUT;
 }
 
 /* Whether what a wire peer has sent is for a part's new owner, which gets it as well: it was on its way already when
  * this node gave the part up. */
-static inline int bps_part_is_for_heir(const struct bps_part *part, uint32_t source, uint32_t round)
+static inline int bps_part_is_for_new_owner(const struct bps_part *part, uint32_t source, uint32_t round)
 {
     return part->was_given && round == part->given_round && (part->inputs == NULL || source != part->owner);
 }
@@ -113,7 +112,7 @@ static inline void bps_count_lags(const struct bps_input *inputs, uint32_t n, st
     for (uint32_t i = 0; i < n; i++) {
         uint64_t time_ns = inputs[i].time_ns;
         if (inputs[i].empty)
-            return; /* a broadcast: who has nothing to give is not early */
+            return; /* in a broadcast, a rank that has no data is not early */
         first_ns = time_ns < first_ns ? time_ns : first_ns;
         last_ns = time_ns > last_ns ? time_ns : last_ns;
     }
@@ -130,7 +129,7 @@ static inline void bps_part_next_round(struct bps_part *part)
 {
     part->round++;
     part->n_missing = part->n_inputs;
-    part->is_far = 0;
+    part->is_nontemporal = 0;
     part->first_ns = 0;
     for (uint32_t i = 0; i < part->n_inputs; i++)
         part->inputs[i].arrived = 0;
@@ -196,5 +195,3 @@ static inline uint32_t bps_heap_pop(struct bps_heap *heap, const struct bps_part
     heap->index[i] = last;
     return top;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * `failed`, `failed_pair`, `failed_receive` and `vendor_error` say which), EPROTO (the peer's data is not what it
  * should be), or that of a verb.
  */
-#ifndef BPS_PERF_H
-#define BPS_PERF_H
+#pragma once
 
 #include "perf_idle.h"
 #include "perf_queues.h"
@@ -31,23 +30,16 @@ static inline int bps_perf_bandwidth(struct bps_perf *p, uint64_t send_goal, uin
                 uint64_t next = q->posted + 1;
                 if (p->posted_ns != NULL)
                     p->posted_ns[posted] = now_ns;
-                rc = bps_perf_post(p, i, next % p->moderation == 0 || next == limit);
-                if (rc)
+                if ((rc = bps_perf_post(p, i, next % p->moderation == 0 || next == limit)) != 0)
                     return rc;
                 posted++;
             }
             unfinished += q->completed < q->posted || q->posted < limit;
         }
-        if (unfinished) {
-            rc = bps_perf_poll_sends(p, &n_sent);
-            if (rc)
-                return rc;
-        }
-        if (p->receives) {
-            rc = bps_perf_poll_receives(p, &n_received);
-            if (rc)
-                return rc;
-        }
+        if (unfinished && (rc = bps_perf_poll_sends(p, &n_sent)) != 0)
+            return rc;
+        if (p->receives && (rc = bps_perf_poll_receives(p, &n_received)) != 0)
+            return rc;
         if (n_sent || n_received) {
             now_ns = bps_now_ns();
             bps_perf_moved(p, now_ns);
@@ -96,13 +88,8 @@ static inline int bps_perf_await(struct bps_perf *p, uint64_t i)
                 return EOVERFLOW;
         }
         /* a send that fails completes at once, signalled or not, and then nothing arrives any more */
-        if (p->armed || p->looks % BPS_PERF_LOOKS == BPS_PERF_LOOKS - 1) {
-            rc = bps_perf_poll_sends(p, &n);
-            if (rc)
-                return rc;
-        }
-        rc = bps_perf_idle(p, &now_ns);
-        if (rc)
+        int is_due = p->armed || p->looks % BPS_PERF_LOOKS == BPS_PERF_LOOKS - 1;
+        if ((is_due && (rc = bps_perf_poll_sends(p, &n)) != 0) || (rc = bps_perf_idle(p, &now_ns)) != 0)
             return rc;
     }
 }
@@ -123,8 +110,8 @@ static inline int bps_perf_latency(struct bps_perf *p, uint64_t n, int first, ui
             return rc;
         if (p->opcode != BPS_WR_RDMA_READ)
             *last = (uint8_t)(i + 1);
-        rc = bps_perf_post(p, 0, p->opcode == BPS_WR_RDMA_READ || (i + 1) % p->moderation == 0 || i + 1 == n);
-        if (rc)
+        int signalled = p->opcode == BPS_WR_RDMA_READ || (i + 1) % p->moderation == 0 || i + 1 == n;
+        if ((rc = bps_perf_post(p, 0, signalled)) != 0)
             return rc;
         if (p->receives && ++owed >= p->receive_depth / 2) {
             rc = bps_perf_post_receives(p, 0, owed - (uint32_t)first);
@@ -148,5 +135,3 @@ static inline int bps_perf_latency(struct bps_perf *p, uint64_t n, int first, ui
     p->ended_ns = now_ns;
     return p->receives && owed ? bps_perf_post_receives(p, 0, owed) : 0;
 }
-
-#endif

@@ -23,7 +23,7 @@ from pyx.ibverbs cimport (
     bps_ibv_qp, bps_verbs_open,
 )
 from pyx.words cimport (
-    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, bps_add, bps_doorbell, bps_lane, bps_lane_capacity, bps_linger, bps_load,
+    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, bps_add, bps_doorbell, bps_lane, bps_lane_capacity, bps_wait_awake, bps_load,
     bps_now_ns, bps_store, bps_wait, bps_wake,
 )
 

@@ -5,8 +5,7 @@
  * works: the driver's, or the sender's. A receiver that only has to post requests again in time need not be woken for
  * each: with nap_ns it sleeps by the clock.
  */
-#ifndef BPS_PERF_IDLE_H
-#define BPS_PERF_IDLE_H
+#pragma once
 
 #include "perf_queues.h"
 
@@ -78,5 +77,3 @@ static inline int bps_perf_idle(struct bps_perf *p, uint64_t *now_ns)
     bps_perf_rest(p, *now_ns);
     return 0;
 }
-
-#endif

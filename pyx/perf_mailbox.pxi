@@ -1,4 +1,4 @@
-# Mailbox; included by perf.pyx.
+# The class Mailbox of perf.pyx.
 
 
 cdef struct _Box:
@@ -84,7 +84,7 @@ cdef class Mailbox:
                 now_ns = bps_now_ns()
                 if now_ns >= end_ns:
                     break
-                if not bps_linger(&box.word, seen, awake_ns):
+                if not bps_wait_awake(&box.word, seen, awake_ns):
                     bps_add(&box.sleepers, 1)
                     bps_wait(&box.word, seen, end_ns - now_ns)
                     bps_add(&box.sleepers, <uint32_t>-1)

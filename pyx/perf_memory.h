@@ -6,8 +6,7 @@
  *
  * Returns of the loops: 0, or an errno: ECANCELED, or ETIMEDOUT (nothing moved for stall_ns).
  */
-#ifndef BPS_PERF_MEMORY_H
-#define BPS_PERF_MEMORY_H
+#pragma once
 
 #include "copy.h"
 #include "lane.h"
@@ -124,5 +123,3 @@ static inline int bps_perf_memory_latency(struct bps_perf_memory *m, uint64_t n,
     m->ended_ns = now_ns;
     return 0;
 }
-
-#endif

@@ -1,4 +1,4 @@
-# MemoryLoop; included by perf.pyx.
+# The class MemoryLoop of perf.pyx.
 
 
 @cython.final

@@ -4,8 +4,7 @@
  * a loop runs. One thread runs the loop. Any other thread may set `receive_goal` (the sender of a run by time says
  * afterwards how much it sent) and `cancel`, and read `all_sent`.
  */
-#ifndef BPS_PERF_QUEUES_H
-#define BPS_PERF_QUEUES_H
+#pragma once
 
 #include "futex.h"
 #include "verbs.h"
@@ -124,5 +123,3 @@ static inline int bps_perf_poll_receives(struct bps_perf *p, uint64_t *n)
     p->received += *n;
     return taken < 0 ? EOVERFLOW : rc;
 }
-
-#endif

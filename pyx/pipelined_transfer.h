@@ -1,11 +1,10 @@
 /* Pipelined transfer: many chunks of units, each with its own source and destination, put in and taken out in order.
  *
- * Up to `ahead` chunks are announced and not complete; the caller chooses `ahead` so that a partition is taken out before
- * it is put in again. A chunk with BPS_FINGERPRINT carries two words, one the complement of the other on every rank; the
- * bitwise and of all ranks shows whether all ranks gave the same.
+ * Up to `ahead` chunks are announced and not complete; the caller chooses `ahead` so that a partition is taken out
+ * before it is put in again. A chunk with BPS_FINGERPRINT carries two words, one the complement of the other on every
+ * rank; the bitwise and of all ranks shows whether all ranks gave the same.
  */
-#ifndef BPS_PIPELINED_TRANSFER_H
-#define BPS_PIPELINED_TRANSFER_H
+#pragma once
 
 #include "copy.h"
 #include "port.h"
@@ -53,8 +52,8 @@ static inline int bps_chunk_take_out(struct bps_port *port, const struct bps_chu
     return BPS_DONE;
 }
 
-/* The chunk to sleep for: half of those in flight, so that the thread is woken less often while the other half keeps the
- * node busy. A fingerprint is waited for alone: where it fails, later chunks may never be complete. */
+/* The chunk to sleep for: half of those in flight, so that the thread is woken less often while the other half keeps
+ * the node busy. A fingerprint is waited for alone: where it fails, later chunks may never be complete. */
 static inline uint32_t bps_pipelined_transfer_next(const struct bps_chunk *chunks, uint32_t in, uint32_t out)
 {
     return chunks[out].flags & BPS_FINGERPRINT || in - out < 2 ? out : out + (in - out) / 2 - 1;
@@ -89,5 +88,3 @@ static inline int bps_pipelined_transfer(struct bps_port *port, const struct bps
     }
     return status;
 }
-
-#endif

@@ -1,8 +1,7 @@
-/* Port: a rank's end of its node: puts one entry onto the lane, waits for one word of the board. Any thread, no lock
+/* Port: a rank's connection to its node: puts entries onto the lane, waits for words of the board. Any thread, no lock
  * held.
  */
-#ifndef BPS_PORT_H
-#define BPS_PORT_H
+#pragma once
 
 #include <errno.h>
 #include <poll.h>
@@ -63,16 +62,16 @@ static inline int bps_port_put(struct bps_port *port, struct bps_entry *entry)
     return status;
 }
 
-/* Let the node know of what was put, unless it has taken that already: a ring then wakes a thread for nothing, which
- * takes the next round away from the core whose cache has the partition. Who takes several partitions off the lane
- * calls the others. */
+/* Ring for the node, unless it has taken all entries already: that would wake a thread for nothing, which then takes
+ * the next round away from the core whose cache has the partition. A thread that takes several partitions off the lane
+ * wakes the others. */
 static inline void bps_port_ring(struct bps_port *port)
 {
     if (bps_load(&port->lane->tail) != bps_load(&port->lane->head))
         bps_ring_doorbell(port->doorbell, 1);
 }
 
-/* As `bps_port_put`, and let the node know. */
+/* As `bps_port_put`, and ring for the node. */
 static inline int bps_port_announce(struct bps_port *port, struct bps_entry *entry)
 {
     int status = bps_port_put(port, entry);
@@ -80,9 +79,9 @@ static inline int bps_port_announce(struct bps_port *port, struct bps_entry *ent
     return status;
 }
 
-/* A wait that ends soon after it went to sleep costs the waking too, and the next one waits for whoever was woken: one
- * that sleeps makes others sleep. So it stays awake for BPS_SOON times as long, unless waits have been longer than
- * that: then whoever sums needs the core more than a waiter, which the kernel takes for busy. */
+/* A wait that falls asleep shortly before it ends costs a wake-up, which delays the rank, and so all ranks that wait
+ * for its next input. So a wait stays awake for BPS_SOON times awake_ns, unless the last waits were longer than that:
+ * then the threads that sum need the core more than a waiter, which the kernel takes for busy. */
 #define BPS_SOON 4
 #define BPS_LONG 2
 
@@ -148,7 +147,7 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
     int cpu = -1;
     if (!bps_is_contended(&bps_contention, begin_ns))
         cpu = bps_separation_enter(&port->separation, &port->doorbell->waiting, begin_ns);
-    int rang = bps_linger(word, seen, bps_port_patience(port));
+    int rang = bps_wait_awake(word, seen, bps_port_patience(port));
     bps_separation_leave(&port->doorbell->waiting, cpu);
     if (rang && bps_reached(bps_load(word), round))
         return bps_port_complete(port, word, part, round, begin_ns);
@@ -168,5 +167,3 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
         }
     }
 }
-
-#endif

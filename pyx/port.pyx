@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Port: a rank's end of its node: announces inputs, waits for rounds, copies in and out, all without the GIL.
+"""Port: a rank's connection to its node: announces inputs, waits for rounds, copies in and out, all without the GIL.
 
 A rank has one port. It announces by a ring entry and a doorbell, and waits by a futex on the board word of the
 partition, in slices of at most 100 ms, after which it checks the node's process, the job's state, the deadline and
@@ -15,12 +15,12 @@ from libc.string cimport memcpy
 
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT,
-    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED,
+    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE, BPS_INTERRUPTED,
     BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST,
     bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
     bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
     bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked, bps_steps_next,
-    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
+    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init, trace_bytes,
 )
 
 
@@ -33,7 +33,7 @@ FINGERPRINT = BPS_FINGERPRINT
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (plain against streaming: 1 MB 0.68, 4 MB 0.6, 16 MB up to 1.9 of the time).
-cdef uint64_t FAR_NBYTES = 16 << 20
+cdef uint64_t NONTEMPORAL_NBYTES = 16 << 20
 cdef uint64_t NEVER = <uint64_t>-1
 
 
@@ -71,10 +71,7 @@ cdef class Port:
     after *awake_us*, or four times that while waits are short. A node that takes nothing from a full lane for
     *patience_s* is given up.
 
-    Raises
-    ------
-    ValueError
-        If a buffer is not formatted.
+    Raises `ValueError` if a buffer is not formatted.
     """
 
     cdef Py_buffer lane_view, board_view, doorbell_view
@@ -118,8 +115,8 @@ cdef class Port:
                bint empty=False, uint64_t nbytes=0):
         """Announce that partitions *part* to *part* + *n_parts* lie in *segment* at *offset*, or contribute nothing.
 
-        The bytes must not change until the round is complete. Where they are many, *nbytes* together, sums go past
-        the caches: who pushes them at once reads none of them soon.
+        The bytes must not change until the round is complete. *nbytes*: of all that is pushed at once; from 16 MiB on,
+        sums bypass the caches, which would lose them before the rank reads them.
 
         Raises
         ------
@@ -130,7 +127,8 @@ cdef class Port:
         """
         cdef int status = BPS_INTERRUPTED
         cdef uint64_t begin_ns = bps_now_ns()
-        cdef uint16_t flags = (BPS_FLAG_EMPTY if empty else 0) | (BPS_FLAG_FAR if nbytes >= FAR_NBYTES else 0)
+        cdef uint16_t flags = BPS_FLAG_EMPTY if empty else 0
+        flags |= BPS_FLAG_NONTEMPORAL if nbytes >= NONTEMPORAL_NBYTES else 0
         self._check(part, n_parts)
         try:
             while status == BPS_INTERRUPTED:
@@ -181,7 +179,7 @@ cdef class Port:
         cdef uint64_t at = 0, piece, begin_ns = 0, entered_ns = bps_now_ns()
         cdef uint32_t i = 0
         cdef int status = BPS_DONE
-        cdef bint is_far = nbytes >= FAR_NBYTES
+        cdef bint is_nontemporal = nbytes >= NONTEMPORAL_NBYTES
         self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
         try:
             while at < nbytes:
@@ -191,11 +189,11 @@ cdef class Port:
                         if status == BPS_DONE:
                             begin_ns = bps_now_ns()
                             bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                     0 if is_far else NEVER)
+                                     0 if is_nontemporal else NEVER)
                             bps_record_add(&self.port.records, BPS_COPY_IN, 0, part + i, round, piece, begin_ns,
                                            bps_now_ns())
                         status = self._announce(part + i, 1, round, segment, offset + at,
-                                                BPS_FLAG_FAR if is_far else 0)
+                                                BPS_FLAG_NONTEMPORAL if is_nontemporal else 0)
                         if status != BPS_DONE:
                             break
                         at += piece
@@ -224,7 +222,7 @@ cdef class Port:
         return 0
 
     def set_rate(self, uint32_t part, uint32_t n_parts, uint32_t round, double rate):
-        """Say that inputs of these partitions are computed for learning rate *rate* from *round* on, the next one.
+        """Announce that inputs of these partitions are computed for learning rate *rate* from *round* on, the next one.
 
         Raises as `submit`.
         """
@@ -249,10 +247,7 @@ cdef class Port:
     def wait(self, uint32_t part, uint32_t n_parts, uint32_t round, double timeout_s):
         """Wait until *round* of all these partitions is complete; return DONE, TIMED_OUT, ABORTED or NODE_DIED.
 
-        Raises
-        ------
-        KeyboardInterrupt
-            Or whatever else a Python signal handler raises, within 100 ms of the signal.
+        Raises KeyboardInterrupt, or whatever else a Python signal handler raises, within 100 ms of the signal.
         """
         cdef int status = BPS_DONE
         cdef uint64_t entered_ns = bps_now_ns()
@@ -299,7 +294,7 @@ cdef class Port:
                         piece = min(stride, nbytes - at)
                         begin_ns = bps_now_ns()
                         bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                 0 if nbytes >= FAR_NBYTES else NEVER)
+                                 0 if nbytes >= NONTEMPORAL_NBYTES else NEVER)
                         bps_record_add(&self.port.records, BPS_DELIVER, 0, i, round, piece, begin_ns, bps_now_ns())
                         at += piece
                         i += 1
@@ -318,10 +313,7 @@ cdef class Port:
         Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *chunks* stay valid
         meanwhile, and are not checked.
 
-        Raises
-        ------
-        ConnectionError, LaneFull
-            As `submit`; KeyboardInterrupt as `wait`.
+        Raises `ConnectionError` and `LaneFull` as `submit`; KeyboardInterrupt as `wait`.
         """
         cdef const bps_chunk *first
         cdef uint32_t n = <uint32_t>(chunks.shape[0] // <Py_ssize_t>sizeof(bps_chunk))
@@ -385,11 +377,10 @@ cdef class Port:
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        return PyBytes_FromStringAndSize(<char *>self.port.records.records,
-                                         <Py_ssize_t>(32 * min(self.port.records.used, self.port.records.capacity)))
+        return trace_bytes(&self.port.records)
 
     def close(self):
-        """Let go of the three buffers. Idempotent; no thread may be inside another method."""
+        """Release the three buffers. Idempotent; no thread may be inside another method."""
         if self.open:
             self.open = False
             PyBuffer_Release(&self.lane_view)

@@ -4,11 +4,10 @@
  * The thread takes completions in batches; when there are none it yields for a while, then arms the queue and sleeps
  * until a completion, an event of the device, or a wake-up. While it is too busy to sleep it checks for events of the
  * device now and then, and always before it reports flushed requests, because the event gives the reason. It checks as
- * often for queue pairs that are not answered. Locks: `lanes_lock` is held around each batch, then a lane's own lock,
- * then that of the regions.
+ * often for queue pairs that are not answered. Locks: `streams_lock` is held around each batch, then a stream's own
+ * lock, then that of the regions.
  */
-#ifndef BPS_RAIL_H
-#define BPS_RAIL_H
+#pragma once
 
 #include <sys/eventfd.h>
 
@@ -27,90 +26,90 @@ struct bps_rail {
     struct bps_ibv_cq *cq;
     int wake_fd;
     uint64_t awake_ns;
-    pthread_mutex_t lanes_lock;
-    struct bps_rdma_lane **lanes; /* by number; NULL: closed, and its number is never used again */
-    uint32_t n_lanes, lanes_capacity;
+    pthread_mutex_t streams_lock;
+    struct bps_rdma_stream **streams; /* by number; NULL: closed, and its number is never used again */
+    uint32_t n_streams, streams_capacity;
     struct bps_regions regions;
     uint32_t stopping, started;
     pthread_t thread;
     uint32_t port; /* whose events count */
-    uint64_t port_error_ns, looked_ns; /* when the port's error was last noticed, 0: never; both under `lanes_lock` */
+    uint64_t port_error_ns, looked_ns; /* when the port's error was last noticed, 0: never; both under `streams_lock` */
     uint64_t completions, batches, sleeps;
 };
 
-static inline void bps_lane_bad_completion(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+static inline void bps_rdma_bad_completion(struct bps_rdma_stream *stream, const struct bps_ibv_wc *wc)
 {
     uint32_t low = (uint32_t)wc->wr_id;
     struct bps_failure failure = {BPS_FAILED_COMPLETION, wc->status, wc->vendor_err, BPS_PROOF_SLOT, 0, 0,
                                   (low & BPS_WRITE_RECEIVE) != 0, 0};
-    pthread_mutex_lock(&lane->lock);
+    pthread_mutex_lock(&stream->lock);
     if (!(low & (BPS_WRITE_RECEIVE | BPS_WRITE_PROOF))) {
-        uint64_t at = lane->delivered + ((low - lane->delivered) & BPS_WRITE_INDEX);
-        if (at < lane->sent) {
-            struct bps_write *write = &lane->queue[at % lane->capacity];
+        uint64_t at = stream->delivered + ((low - stream->delivered) & BPS_WRITE_INDEX);
+        if (at < stream->sent) {
+            struct bps_write *write = &stream->queue[at % stream->capacity];
             failure.slot = write->slot;
             failure.round = write->round;
             failure.nbytes = write->nbytes;
         }
     }
-    bps_lane_fail(lane, failure);
-    pthread_mutex_unlock(&lane->lock);
+    bps_rdma_fail(stream, failure);
+    pthread_mutex_unlock(&stream->lock);
 }
 
-static inline void bps_lane_complete(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+static inline void bps_rdma_complete(struct bps_rdma_stream *stream, const struct bps_ibv_wc *wc)
 {
     uint32_t low = (uint32_t)wc->wr_id;
     if (wc->status != BPS_WC_SUCCESS) {
-        bps_lane_bad_completion(lane, wc);
+        bps_rdma_bad_completion(stream, wc);
     } else if (low & BPS_WRITE_RECEIVE) {
-        bps_lane_arrived(lane, wc);
+        bps_rdma_arrived(stream, wc);
     } else if (low & BPS_WRITE_PROOF) {
-        __atomic_fetch_or(&lane->proof, BPS_PROOF_SENT, __ATOMIC_SEQ_CST);
-        bps_wake(&lane->proof, INT_MAX);
+        __atomic_fetch_or(&stream->proof, BPS_PROOF_SENT, __ATOMIC_SEQ_CST);
+        bps_wake(&stream->proof, INT_MAX);
     } else
-        bps_lane_delivered(lane, low & BPS_WRITE_INDEX);
+        bps_rdma_delivered(stream, low & BPS_WRITE_INDEX);
 }
 
-/* All lanes, or the one with this queue pair, have failed. Under `lanes_lock`. */
+/* All streams, or the one with this queue pair, have failed. Under `streams_lock`. */
 static inline void bps_rail_fail(struct bps_rail *rail, const struct bps_ibv_qp *qp, struct bps_failure failure)
 {
-    for (uint32_t i = 0; i < rail->n_lanes; i++) {
-        struct bps_rdma_lane *lane = rail->lanes[i];
-        if (lane != NULL && (qp == NULL || lane->qp == qp)) {
-            pthread_mutex_lock(&lane->lock);
-            bps_lane_fail(lane, failure);
-            pthread_mutex_unlock(&lane->lock);
+    for (uint32_t i = 0; i < rail->n_streams; i++) {
+        struct bps_rdma_stream *stream = rail->streams[i];
+        if (stream != NULL && (qp == NULL || stream->qp == qp)) {
+            pthread_mutex_lock(&stream->lock);
+            bps_rdma_fail(stream, failure);
+            pthread_mutex_unlock(&stream->lock);
         }
     }
 }
 
-/* A queue pair gives up by itself long before a lane's patience ends. One that does not, because its driver lost it or
- * was told to try for ever, would keep everybody waiting. Time in which this process was stopped does not count, and big
- * writes may take longer. Under `lanes_lock`. */
+/* Fail the streams whose peer has not answered for longer than their `patience_ns`. A queue pair gives up long before,
+ * unless its driver lost it or was told to try for ever. Time in which this process was stopped does not count, and big
+ * writes may take longer. Under `streams_lock`. */
 static inline void bps_rail_look_for_silence(struct bps_rail *rail, uint64_t since_ns)
 {
-    for (uint32_t i = 0; i < rail->n_lanes; i++) {
-        struct bps_rdma_lane *lane = rail->lanes[i];
-        if (lane == NULL)
+    for (uint32_t i = 0; i < rail->n_streams; i++) {
+        struct bps_rdma_stream *stream = rail->streams[i];
+        if (stream == NULL)
             continue;
-        pthread_mutex_lock(&lane->lock);
-        uint64_t patience_ns = lane->patience_ns;
-        for (uint64_t at = lane->delivered; at < lane->sent; at++)
-            patience_ns += BPS_SLOWEST_NS_PER_BYTE * lane->queue[at % lane->capacity].nbytes;
-        if (lane->sent != lane->delivered)
-            lane->silent_ns += since_ns < 2 * BPS_RAIL_SLEEP_NS ? since_ns : 2 * BPS_RAIL_SLEEP_NS;
-        if (lane->sent != lane->delivered && !lane->lost && lane->silent_ns > patience_ns) {
-            struct bps_write *write = &lane->queue[lane->delivered % lane->capacity];
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_SILENCE, (int)(lane->silent_ns / 1000000000u), 0,
+        pthread_mutex_lock(&stream->lock);
+        uint64_t patience_ns = stream->patience_ns;
+        for (uint64_t at = stream->delivered; at < stream->sent; at++)
+            patience_ns += BPS_SLOWEST_NS_PER_BYTE * stream->queue[at % stream->capacity].nbytes;
+        if (stream->sent != stream->delivered)
+            stream->silent_ns += since_ns < 2 * BPS_RAIL_SLEEP_NS ? since_ns : 2 * BPS_RAIL_SLEEP_NS;
+        if (stream->sent != stream->delivered && !stream->lost && stream->silent_ns > patience_ns) {
+            struct bps_write *write = &stream->queue[stream->delivered % stream->capacity];
+            bps_rdma_fail(stream, (struct bps_failure){BPS_FAILED_SILENCE, (int)(stream->silent_ns / 1000000000u), 0,
                                                      write->slot, write->round, write->nbytes, 0, 0});
         }
-        pthread_mutex_unlock(&lane->lock);
+        pthread_mutex_unlock(&stream->lock);
     }
 }
 
 /* Take notice of all that the device has reported by itself. 0 is a broken completion queue, 1 to 3 broken queue pairs,
  * 8 the device's end, 10 the end of a port's work: the time of that is remembered, if it is the rail's own port. Under
- * `lanes_lock`. */
+ * `streams_lock`. */
 static inline void bps_rail_look(struct bps_rail *rail)
 {
     struct bps_ibv_async_event event;
@@ -132,7 +131,7 @@ static inline void bps_rail_look(struct bps_rail *rail)
 static inline int bps_rail_poll(struct bps_rail *rail)
 {
     struct bps_ibv_wc wc[BPS_RAIL_BATCH];
-    pthread_mutex_lock(&rail->lanes_lock);
+    pthread_mutex_lock(&rail->streams_lock);
     int n = bps_poll_cq(rail->cq, BPS_RAIL_BATCH, wc), flushed = 0;
     for (int i = 0; i < n; i++)
         flushed |= wc[i].status == BPS_WC_WR_FLUSH_ERR;
@@ -140,16 +139,16 @@ static inline int bps_rail_poll(struct bps_rail *rail)
         bps_rail_look(rail);
     for (int i = 0; i < n; i++) {
         uint32_t number = (uint32_t)(wc[i].wr_id >> 32);
-        struct bps_rdma_lane *lane = number < rail->n_lanes ? rail->lanes[number] : NULL;
-        if (lane != NULL)
-            bps_lane_complete(lane, &wc[i]);
+        struct bps_rdma_stream *stream = number < rail->n_streams ? rail->streams[number] : NULL;
+        if (stream != NULL)
+            bps_rdma_complete(stream, &wc[i]);
     }
     if (n > 0) {
         rail->completions += (uint64_t)n;
         rail->batches++;
     } else if (n < 0)
         bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, -n, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
-    pthread_mutex_unlock(&rail->lanes_lock);
+    pthread_mutex_unlock(&rail->streams_lock);
     return n;
 }
 
@@ -164,18 +163,18 @@ static inline int bps_rail_sleep(struct bps_rail *rail)
         return 0;
     for (int i = 0; i < 3; i += 2)
         if ((waited[i].revents & (POLLERR | POLLHUP | POLLNVAL)) && !(waited[i].revents & POLLIN)) {
-            pthread_mutex_lock(&rail->lanes_lock);
+            pthread_mutex_lock(&rail->streams_lock);
             bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_EVENT, 8, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
-            pthread_mutex_unlock(&rail->lanes_lock);
+            pthread_mutex_unlock(&rail->streams_lock);
             return -1;
         }
     if (waited[0].revents)
         while (bps_take_cq_event(rail->cq->channel) > 0)
             continue;
     if (waited[2].revents) {
-        pthread_mutex_lock(&rail->lanes_lock);
+        pthread_mutex_lock(&rail->streams_lock);
         bps_rail_look(rail);
-        pthread_mutex_unlock(&rail->lanes_lock);
+        pthread_mutex_unlock(&rail->streams_lock);
     }
     return 0;
 }
@@ -196,9 +195,9 @@ static void *bps_rail_run(void *argument)
         if (n != 0)
             continue;
         if (bps_req_notify_cq(rail->cq, 0) != 0) {
-            pthread_mutex_lock(&rail->lanes_lock);
+            pthread_mutex_lock(&rail->streams_lock);
             bps_rail_fail(rail, NULL, (struct bps_failure){BPS_FAILED_POLL, EIO, 0, BPS_PROOF_SLOT, 0, 0, 0, 0});
-            pthread_mutex_unlock(&rail->lanes_lock);
+            pthread_mutex_unlock(&rail->streams_lock);
             return NULL;
         }
         n = bps_rail_poll(rail); /* what came before the queue was armed gives no event */
@@ -208,36 +207,32 @@ static void *bps_rail_run(void *argument)
     return NULL;
 }
 
-/* -- making and ending --------------------------------------------------------------------------------------- */
-
-/* Give a lane its number: completions reach it from now on. 0 or ENOMEM. */
-static inline int bps_rail_add_lane(struct bps_rail *rail, struct bps_rdma_lane *lane)
+/* Give a stream its number: completions reach it from now on. 0 or ENOMEM. */
+static inline int bps_rail_add_stream(struct bps_rail *rail, struct bps_rdma_stream *stream)
 {
     int rc = 0;
-    pthread_mutex_lock(&rail->lanes_lock);
-    if (rail->n_lanes == rail->lanes_capacity) {
-        uint32_t capacity = rail->lanes_capacity ? 2 * rail->lanes_capacity : 16;
-        struct bps_rdma_lane **grown = (struct bps_rdma_lane **)realloc(rail->lanes, capacity * sizeof *grown);
+    pthread_mutex_lock(&rail->streams_lock);
+    if (rail->n_streams == rail->streams_capacity) {
+        uint32_t capacity = rail->streams_capacity ? 2 * rail->streams_capacity : 16;
+        struct bps_rdma_stream **grown = (struct bps_rdma_stream **)realloc(rail->streams, capacity * sizeof *grown);
         if (grown != NULL) {
-            rail->lanes = grown;
-            rail->lanes_capacity = capacity;
+            rail->streams = grown;
+            rail->streams_capacity = capacity;
         } else
             rc = ENOMEM;
     }
     if (rc == 0) {
-        lane->number = rail->n_lanes;
-        rail->lanes[rail->n_lanes++] = lane;
+        stream->number = rail->n_streams;
+        rail->streams[rail->n_streams++] = stream;
     }
-    pthread_mutex_unlock(&rail->lanes_lock);
+    pthread_mutex_unlock(&rail->streams_lock);
     return rc;
 }
 
-/* From the return on the rail's thread does not touch the lane, nor its queue pair. */
-static inline void bps_rail_remove_lane(struct bps_rail *rail, struct bps_rdma_lane *lane)
+/* From the return on the rail's thread does not touch the stream, nor its queue pair. */
+static inline void bps_rail_remove_stream(struct bps_rail *rail, struct bps_rdma_stream *stream)
 {
-    pthread_mutex_lock(&rail->lanes_lock);
-    rail->lanes[lane->number] = NULL;
-    pthread_mutex_unlock(&rail->lanes_lock);
+    pthread_mutex_lock(&rail->streams_lock);
+    rail->streams[stream->number] = NULL;
+    pthread_mutex_unlock(&rail->streams_lock);
 }
-
-#endif

@@ -8,7 +8,7 @@ class Rail:
     def counters(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
-class Lane:
+class Stream:
     peer: int
     def __init__(self, rail: Rail, queue_pair: int, *, epoch: int, n_slots: int, max_send: int, max_receive: int,
                  inline_nbytes: int = ..., signal_every: int = ..., patience_s: float = ..., trace_capacity: int = ...,

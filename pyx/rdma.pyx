@@ -1,19 +1,18 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
 """RDMA: one-sided writes with immediate, straight into the slot that the peer has bound and announced.
 
-    Rail    a completion queue, its device's registered memory and one native thread     rdma_rail.pxi, rail.h
-      Lane  one queue pair to one peer, and the slots written over it                     rdma_lane.pxi, rdma_lane.h
+    Rail      a completion queue, its device's registered memory and one native thread   rdma_rail.pxi, rail.h
+      Stream  one queue pair to one peer, and the slots written over it                  rdma_stream.pxi, rdma_stream.h
 
-A `Lane` is to node code what `bpsfast.pyx.tcp.Stream` is: `post` queues a write from registered memory, EVENT_DELIVERED
+A `Stream` has the methods of `bpsfast.pyx.tcp.Stream`: `post` queues a write from registered memory, EVENT_DELIVERED
 comes with its send completion, after which credit may return and the source may be reused. The peer is told nothing in
 advance: its completion brings slot, round and epoch in the immediate, is checked against what the slot waits for, and
 is reported through the engine's hooks (`hooks.h`). Queue pairs, completion queues and registered memory are made by
 `bpsfast.pyx.verbs` and passed in by `handle`; their objects are kept until `close`, out of the garbage collector's
-sight: they must not refer to the lane or rail that keeps them. After a fork the child's copies are unusable
+sight: they must not refer to the stream or rail that keeps them. After a fork the child's copies are unusable
 (ValueError) and release nothing.
 """
 cimport cython
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -24,7 +23,7 @@ from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_unblock,
 from pyx.words cimport (
     bps_arrived_fn, bps_load, bps_notify_fn, bps_now_ns, bps_start_thread, bps_store, bps_trace, bps_trace_open,
     bps_wait, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock, pthread_t,
+    pthread_mutex_unlock, pthread_t, trace_bytes,
 )
 
 
@@ -46,7 +45,7 @@ cdef extern from "rail.h" nogil:
         int kind, code
         uint32_t vendor_error, slot, round, nbytes, is_receive
         uint64_t at_ns
-    struct bps_rdma_lane:
+    struct bps_rdma_stream:
         bps_regions *regions
         bps_ibv_qp *qp
         uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every
@@ -66,21 +65,21 @@ cdef extern from "rail.h" nogil:
     enum: BPS_FAILED_COMPLETION, BPS_FAILED_POST, BPS_FAILED_ARRIVAL, BPS_FAILED_EVENT, BPS_FAILED_POLL
     enum: BPS_FAILED_SILENCE
     int bps_region_add(bps_regions *, uint64_t, uint64_t, uint32_t)
-    int bps_lane_receive(bps_rdma_lane *, uint32_t)
-    int bps_lane_bind(bps_rdma_lane *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
-    void bps_lane_unbind(bps_rdma_lane *, uint32_t)
-    int bps_lane_post(bps_rdma_lane *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
-    int bps_lane_prove(bps_rdma_lane *)
-    void bps_lane_start(bps_rdma_lane *, uint32_t, void *, bps_arrived_fn, bps_notify_fn)
-    void bps_lane_end(bps_rdma_lane *)
+    int bps_rdma_receive(bps_rdma_stream *, uint32_t)
+    int bps_rdma_bind(bps_rdma_stream *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
+    void bps_rdma_unbind(bps_rdma_stream *, uint32_t)
+    int bps_rdma_post(bps_rdma_stream *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
+    int bps_rdma_prove(bps_rdma_stream *)
+    void bps_rdma_start(bps_rdma_stream *, uint32_t, void *, bps_arrived_fn, bps_notify_fn)
+    void bps_rdma_end(bps_rdma_stream *)
 
 cdef extern from "rail.h" nogil:
     struct bps_rail:
         bps_ibv_cq *cq
         int wake_fd
         uint64_t awake_ns, port_error_ns, completions, batches, sleeps
-        pthread_mutex_t lanes_lock
-        bps_rdma_lane **lanes
+        pthread_mutex_t streams_lock
+        bps_rdma_stream **streams
         bps_regions regions
         uint32_t port, stopping
         pthread_t thread
@@ -88,8 +87,8 @@ cdef extern from "rail.h" nogil:
     void bps_rail_look(bps_rail *)
     uint32_t bps_forks
     void bps_forked() noexcept
-    int bps_rail_add_lane(bps_rail *, bps_rdma_lane *)
-    void bps_rail_remove_lane(bps_rail *, bps_rdma_lane *)
+    int bps_rail_add_stream(bps_rail *, bps_rdma_stream *)
+    void bps_rail_remove_stream(bps_rail *, bps_rdma_stream *)
     int eventfd(unsigned int, int)
     int eventfd_write(int, uint64_t)
     int close(int)
@@ -104,4 +103,4 @@ cdef bint _watches_forks = False
 
 
 include "rdma_rail.pxi"
-include "rdma_lane.pxi"
+include "rdma_stream.pxi"

@@ -5,50 +5,50 @@
  * so one request for each bound slot is always enough. Slots are bound after the proof has come, which takes a request
  * of its own.
  */
-#ifndef BPS_RDMA_ARRIVALS_H
-#define BPS_RDMA_ARRIVALS_H
+#pragma once
 
-#include "rdma_lane.h"
+#include "rdma_stream.h"
 
-/* Post receive requests until there are `wanted`. 0 or an errno. Under the lane's lock. */
-static inline int bps_lane_receive(struct bps_rdma_lane *lane, uint32_t wanted)
+/* Post receive requests until there are `wanted`. 0 or an errno. Under the stream's lock. */
+static inline int bps_rdma_receive(struct bps_rdma_stream *stream, uint32_t wanted)
 {
-    while (lane->n_receives < wanted) {
-        int rc = bps_post_recv_one(lane->qp, (uint64_t)lane->number << 32 | BPS_WRITE_RECEIVE, 0, 0, 0);
+    while (stream->n_receives < wanted) {
+        int rc = bps_post_recv_one(stream->qp, (uint64_t)stream->number << 32 | BPS_WRITE_RECEIVE, 0, 0, 0);
         if (rc != 0)
             return rc;
-        lane->n_receives++;
+        stream->n_receives++;
     }
     return 0;
 }
 
-/* Let the peer write `nbytes` of `slot` at these addresses by parity. 0; ESHUTDOWN when the lane is closed, EAGAIN while a receive
- * request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the provider. */
-static inline int bps_lane_bind(struct bps_rdma_lane *lane, uint32_t slot, uint64_t even, uint64_t odd, uint64_t nbytes,
-                                uint32_t framed, uint32_t first_round)
+/* Let the peer write `nbytes` of `slot` at these addresses by parity. 0; ESHUTDOWN when the stream is closed, EAGAIN
+ * while a receive request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the
+ * provider. */
+static inline int bps_rdma_bind(struct bps_rdma_stream *stream, uint32_t slot, uint64_t even, uint64_t odd,
+                                uint64_t nbytes, uint32_t framed, uint32_t first_round)
 {
-    pthread_mutex_lock(&lane->lock);
-    struct bps_slot_in *in = &lane->in[slot];
-    uint32_t wanted = lane->n_bound + !in->bound;
-    int proven = bps_load(&lane->proof) & BPS_PROOF_RECEIVED;
-    int rc = lane->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > lane->max_receive ? ENOSPC : 0;
-    if (rc == 0 && !lane->lost) /* a lost lane takes no more requests, and its end is told already */
-        rc = bps_lane_receive(lane, wanted);
+    pthread_mutex_lock(&stream->lock);
+    struct bps_slot_in *in = &stream->in[slot];
+    uint32_t wanted = stream->n_bound + !in->bound;
+    int proven = bps_load(&stream->proof) & BPS_PROOF_RECEIVED;
+    int rc = stream->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > stream->max_receive ? ENOSPC : 0;
+    if (rc == 0 && !stream->lost) /* a lost stream takes no more requests, and its end is told already */
+        rc = bps_rdma_receive(stream, wanted);
     if (rc == 0) {
         *in = (struct bps_slot_in){{even, odd}, nbytes, first_round, 1, framed};
-        lane->n_bound = wanted;
+        stream->n_bound = wanted;
     }
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(&stream->lock);
     return rc;
 }
 
 /* Forget a slot that nothing was written into; its receive request serves the next one. */
-static inline void bps_lane_unbind(struct bps_rdma_lane *lane, uint32_t slot)
+static inline void bps_rdma_unbind(struct bps_rdma_stream *stream, uint32_t slot)
 {
-    pthread_mutex_lock(&lane->lock);
-    lane->n_bound -= lane->in[slot].bound;
-    lane->in[slot].bound = 0;
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_lock(&stream->lock);
+    stream->n_bound -= stream->in[slot].bound;
+    stream->in[slot].bound = 0;
+    pthread_mutex_unlock(&stream->lock);
 }
 
 /* Whether a write of nbytes in `round` is what the slot waits for. */
@@ -60,41 +60,39 @@ static inline int bps_slot_takes(const struct bps_slot_in *in, uint32_t round, u
 }
 
 /* A write of the peer has arrived: whole, if it is what the slot waits for. */
-static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps_ibv_wc *wc)
+static inline void bps_rdma_arrived(struct bps_rdma_stream *stream, const struct bps_ibv_wc *wc)
 {
     uint32_t immediate = bps_wc_immediate(wc), slot = immediate & 0xfffffu, round = 0, flags = 0;
     int fits = 0, rc = 0;
-    pthread_mutex_lock(&lane->lock);
-    lane->n_receives--;
-    if (immediate == bps_immediate(BPS_PROOF_SLOT, 0, lane->epoch) && wc->byte_len == 0) {
-        lane->proven_ns = bps_now_ns();
-        __atomic_fetch_or(&lane->proof, BPS_PROOF_RECEIVED, __ATOMIC_SEQ_CST);
-        bps_wake(&lane->proof, INT_MAX);
-    } else if (!lane->lost && !lane->closing) {
-        struct bps_slot_in *in = &lane->in[slot < lane->n_slots ? slot : 0];
+    pthread_mutex_lock(&stream->lock);
+    stream->n_receives--;
+    if (immediate == bps_immediate(BPS_PROOF_SLOT, 0, stream->epoch) && wc->byte_len == 0) {
+        stream->proven_ns = bps_now_ns();
+        __atomic_fetch_or(&stream->proof, BPS_PROOF_RECEIVED, __ATOMIC_SEQ_CST);
+        bps_wake(&stream->proof, INT_MAX);
+    } else if (!stream->lost && !stream->closing) {
+        struct bps_slot_in *in = &stream->in[slot < stream->n_slots ? slot : 0];
         round = in->next_round;
-        fits = slot < lane->n_slots && in->bound && lane->engine != NULL
-               && immediate == bps_immediate(slot, round, lane->epoch)
+        fits = slot < stream->n_slots && in->bound && stream->engine != NULL
+               && immediate == bps_immediate(slot, round, stream->epoch)
                && bps_slot_takes(in, round, wc->byte_len);
         if (fits) {
             in->next_round++;
             flags = wc->byte_len == 0 ? BPS_EMPTY : 0;
-            lane->writes_received++;
-            lane->bytes_received += wc->byte_len;
-            rc = bps_lane_receive(lane, lane->n_bound);
+            stream->writes_received++;
+            stream->bytes_received += wc->byte_len;
+            rc = bps_rdma_receive(stream, stream->n_bound);
         }
         if (!fits)
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_ARRIVAL, (int)(immediate >> 24), 0, slot,
+            bps_rdma_fail(stream, (struct bps_failure){BPS_FAILED_ARRIVAL, (int)(immediate >> 24), 0, slot,
                                                      immediate >> 20 & 15, wc->byte_len, 1, 0});
         else if (rc != 0)
-            bps_lane_fail(lane, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1, 0});
+            bps_rdma_fail(stream, (struct bps_failure){BPS_FAILED_POST, rc, 0, slot, round, 0, 1, 0});
     }
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_unlock(&stream->lock);
     if (!fits)
         return;
-    uint64_t now_ns = lane->records.records != NULL ? bps_now_ns() : 0;
-    bps_record_add(&lane->records, BPS_RECEIVE, (int)lane->peer, slot, round, wc->byte_len, now_ns, now_ns);
-    lane->arrived(lane->engine, lane->peer, slot, round, flags);
+    uint64_t now_ns = stream->records.records != NULL ? bps_now_ns() : 0;
+    bps_record_add(&stream->records, BPS_RECEIVE, (int)stream->peer, slot, round, wc->byte_len, now_ns, now_ns);
+    stream->arrived(stream->engine, stream->peer, slot, round, flags);
 }
-
-#endif

@@ -1,4 +1,4 @@
-# Rail; included by rdma.pyx.
+# The class Rail of rdma.pyx.
 
 
 @cython.final
@@ -8,17 +8,14 @@ cdef class Rail:
 
     *keep* is held until `close`. *port*: the one whose events count. *awake_us*: how long the thread keeps its core,
     yielding, before it sleeps.
-    Nobody else may poll the queue. Any thread; `close` by the owner, once all lanes are closed.
+    Nobody else may poll the queue. Any thread; `close` by the owner, once all streams are closed.
 
-    Raises
-    ------
-    OSError
-        When the library, the wake-up descriptor or the thread cannot be had.
+    Raises `OSError` when the library, the wake-up descriptor or the thread cannot be had.
     """
 
     cdef bps_rail *rail
     cdef object keep
-    cdef int n_lanes
+    cdef int n_streams
     cdef uint32_t forks
 
     def __cinit__(self, uintptr_t completion_queue, *, uint32_t port=1, uint64_t awake_us=50, keep=None):
@@ -38,7 +35,7 @@ cdef class Rail:
         self.rail.cq = <bps_ibv_cq *>completion_queue
         self.rail.awake_ns, self.rail.port = 1000 * awake_us, port
         bps_unblock(self.rail.cq.context.async_fd)
-        pthread_mutex_init(&self.rail.lanes_lock, NULL)
+        pthread_mutex_init(&self.rail.streams_lock, NULL)
         pthread_mutex_init(&self.rail.regions.lock, NULL)
         self.rail.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.rail.wake_fd < 0:
@@ -57,7 +54,7 @@ cdef class Rail:
         return self.rail
 
     def know(self, uint64_t address, uint64_t nbytes, uint32_t lkey):
-        """Let lanes send from *nbytes* at *address*, memory that is registered under *lkey* until `close`."""
+        """Let streams send from *nbytes* at *address*, memory that is registered under *lkey* until `close`."""
         if bps_region_add(&self._open().regions, address, nbytes, lkey):
             raise MemoryError("table of registered memory")
 
@@ -69,13 +66,13 @@ cdef class Rail:
     def look(self):
         """Take notice of all that the device has reported by itself, before the thread comes to it.
 
-        Lanes may fail by it, and a flush gives way to its cause.
+        Streams may fail by it, and a flush gives way to its cause.
         """
         cdef bps_rail *rail = self._open()
         with nogil:
-            pthread_mutex_lock(&rail.lanes_lock)
+            pthread_mutex_lock(&rail.streams_lock)
             bps_rail_look(rail)
-            pthread_mutex_unlock(&rail.lanes_lock)
+            pthread_mutex_unlock(&rail.streams_lock)
 
     def counters(self):
         """Return completions, the batches they came in, how often the thread slept, and regions known."""
@@ -86,10 +83,7 @@ cdef class Rail:
     def close(self):
         """End the thread. Idempotent; after a fork the child's copy is only forgotten.
 
-        Raises
-        ------
-        BufferError
-            While lanes are open.
+        Raises `BufferError` while streams are open.
         """
         cdef bps_rail *rail = self.rail
         if rail == NULL or rail.wake_fd < 0:
@@ -97,8 +91,8 @@ cdef class Rail:
         if self.forks != bps_forks:
             rail.wake_fd = -1
             return
-        if self.n_lanes:
-            raise BufferError(f"the rail has {self.n_lanes} open lanes")
+        if self.n_streams:
+            raise BufferError(f"the rail has {self.n_streams} open streams")
         bps_store(&rail.stopping, 1)
         eventfd_write(rail.wake_fd, 1)
         with nogil:
@@ -111,11 +105,11 @@ cdef class Rail:
         if self.rail == NULL:
             return
         if self.rail.wake_fd > 0:
-            self.n_lanes = 0
+            self.n_streams = 0
             self.close()
         if self.forks == bps_forks:
-            free(self.rail.lanes)
+            free(self.rail.streams)
             free(self.rail.regions.items)
-            pthread_mutex_destroy(&self.rail.lanes_lock)
+            pthread_mutex_destroy(&self.rail.streams_lock)
             pthread_mutex_destroy(&self.rail.regions.lock)
             free(self.rail)

@@ -9,8 +9,7 @@
  * partitions, from `part` on, that were announced together. APPLY and ANSWER are made under their store's lock, so
  * their beginnings show the order. RECEIVE over RDMA is a moment, because its beginning is not observable.
  */
-#ifndef BPS_RECORD_H
-#define BPS_RECORD_H
+#pragma once
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -53,5 +52,3 @@ static inline void bps_record_add(struct bps_trace *trace, int kind, int thread,
         trace->records[i] = (struct bps_record){begin_ns, end_ns, part, round, (uint16_t)kind, (uint16_t)thread,
                                                 (uint32_t)nbytes};
 }
-
-#endif

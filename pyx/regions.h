@@ -1,6 +1,5 @@
 /* Regions: the memory that is registered with one device, sorted, and the key that a write from it needs. */
-#ifndef BPS_REGIONS_H
-#define BPS_REGIONS_H
+#pragma once
 
 #include <errno.h>
 #include <pthread.h>
@@ -60,5 +59,3 @@ static inline int bps_region_lkey(struct bps_regions *regions, uint64_t address,
     pthread_mutex_unlock(&regions->lock);
     return rc;
 }
-
-#endif

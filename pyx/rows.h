@@ -14,8 +14,7 @@
  * Frames come from other processes. Their headers are read once, and the caller reports what is wrong with one; later
  * changes can only spoil values, because an index is compared, never used as an address.
  */
-#ifndef BPS_ROWS_H
-#define BPS_ROWS_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -55,7 +54,7 @@ static inline uint64_t bps_rows_nbytes(const struct bps_rows *shape, uint64_t n_
     return bps_rows_values(n_rows) + n_rows * shape->row_nbytes;
 }
 
-/* Whether a frame may lie there: who announces where, may say anything. */
+/* Whether a frame may be at this address, which another process has announced. */
 static inline int bps_rows_aligned(const void *frame) { return ((uintptr_t)frame & 7) == 0; }
 
 /* The bytes of the frame as its head says, or 0 if it cannot have so many. */
@@ -162,12 +161,10 @@ static inline int64_t bps_rows_merge(const struct bps_rows *shape, bps_kernel ke
         int64_t after = bps_rows_gather(cursors + n_before + n_local, n_after, index, shape->row_nbytes,
                                         found + before + local);
         char *row = values + (uint64_t)i * shape->row_nbytes;
-        if (before + local + after == 0) /* who had it has changed its mind; a kernel needs a first term */
+        if (before + local + after == 0) /* a frame was changed meanwhile; a kernel needs at least one input */
             memset(row, 0, shape->row_nbytes);
         else
             kernel(row, found, before, local, after, (int64_t)shape->row_elements, divisor, 0);
     }
     return -1;
 }
-
-#endif

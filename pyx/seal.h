@@ -11,8 +11,7 @@
  * the write is not reported as arrived, and comes again over another connection. A seal that has failed once cannot be
  * used any more.
  */
-#ifndef BPS_SEAL_H
-#define BPS_SEAL_H
+#pragma once
 
 #include <errno.h>
 #include <stdint.h>
@@ -85,7 +84,8 @@ static inline int bps_seal_close(struct bps_seal *seal, const void *plain, size_
     return is_done ? 0 : EIO;
 }
 
-/* Open the next record, whose plain text has nbytes, into `plain`; 0, or EBADMSG if it is not what the peer has sealed. */
+/* Open the next record, whose plain text has nbytes, into `plain`; 0, or EBADMSG if it is not what the peer has
+ * sealed. */
 static inline int bps_seal_open(struct bps_seal *seal, const void *record, size_t nbytes, void *plain)
 {
     const struct bps_crypto *crypto = seal->crypto;
@@ -148,5 +148,3 @@ static inline int bps_seal_receive_payload(struct bps_seal *seal, int fd, void *
     }
     return rc;
 }
-
-#endif

@@ -48,17 +48,9 @@ def load():
 cdef class Seal:
     """One direction of one connection. Not thread-safe; a `Stream` that has it uses it alone.
 
-    Parameters
-    ----------
-    key
-        32 bytes that nothing else was ever sealed with.
-    closes
-        Whether it closes records, else it opens them.
+    *key*: 32 bytes that nothing else was ever sealed with. *closes*: whether it closes records, else it opens them.
 
-    Raises
-    ------
-    OSError
-        Without libcrypto.
+    Raises `OSError` without libcrypto.
     """
 
     cdef bps_seal *seal

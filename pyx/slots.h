@@ -5,8 +5,7 @@
  * and only if it did not arrive. So a round that is not the next one is refused, because it would be summed as another
  * one.
  */
-#ifndef BPS_SLOTS_H
-#define BPS_SLOTS_H
+#pragma once
 
 #include <string.h>
 
@@ -120,5 +119,3 @@ static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_
     bps_slots_arrived(slots, header);
     return 0;
 }
-
-#endif

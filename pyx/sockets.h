@@ -1,6 +1,5 @@
 /* Sockets: the options and queries of a connected TCP socket that a stream needs. */
-#ifndef BPS_SOCKETS_H
-#define BPS_SOCKETS_H
+#pragma once
 
 #include <errno.h>
 #include <stdint.h>
@@ -64,13 +63,6 @@ static inline int bps_send_pieces(int fd, struct iovec *pieces, size_t n)
     return 0;
 }
 
-/* Send header and payload whole. 0 or an errno. */
-static inline int bps_send_all(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes)
-{
-    struct iovec pieces[2] = {{header, header_nbytes}, {payload, nbytes}};
-    return bps_send_pieces(fd, pieces, 2);
-}
-
 /* Receive nbytes whole. 0, an errno, or -1 when the peer ended the connection before the first byte. */
 static inline int bps_receive_all(int fd, void *buffer, size_t nbytes)
 {
@@ -89,18 +81,24 @@ static inline int bps_receive_all(int fd, void *buffer, size_t nbytes)
     return 0;
 }
 
-/* The same, piece by piece as *pace allows (NULL: at once); ECANCELED once *closing is set. */
+/* How many of the bytes that are left go at once, as *pace allows (NULL: all). */
+static inline size_t bps_piece(size_t left, const struct bps_pace *pace)
+{
+    return pace != NULL && pace->piece_nbytes < left ? pace->piece_nbytes : left;
+}
+
+/* Send header and payload whole, piece by piece. 0 or an errno; ECANCELED once *closing is set. */
 static inline int bps_send_paced(int fd, void *header, size_t header_nbytes, void *payload, size_t nbytes,
                                  struct bps_pace *pace, const uint32_t *closing)
 {
-    if (pace == NULL)
-        return bps_send_all(fd, header, header_nbytes, payload, nbytes);
     int rc = 0;
     for (size_t done = 0; rc == 0 && (header_nbytes != 0 || done < nbytes); header_nbytes = 0) {
-        size_t piece = nbytes - done < pace->piece_nbytes ? nbytes - done : pace->piece_nbytes;
-        rc = bps_await_turn(pace, header_nbytes + piece, closing);
+        size_t piece = bps_piece(nbytes - done, pace);
+        struct iovec pieces[2] = {{header, header_nbytes}, {(char *)payload + done, piece}};
+        if (pace != NULL)
+            rc = bps_await_turn(pace, header_nbytes + piece, closing);
         if (rc == 0)
-            rc = bps_send_all(fd, header, header_nbytes, (char *)payload + done, piece);
+            rc = bps_send_pieces(fd, pieces, 2);
         done += piece;
     }
     return rc;
@@ -109,16 +107,13 @@ static inline int bps_send_paced(int fd, void *header, size_t header_nbytes, voi
 static inline int bps_receive_paced(int fd, void *buffer, size_t nbytes, struct bps_pace *pace,
                                     const uint32_t *closing)
 {
-    if (pace == NULL)
-        return bps_receive_all(fd, buffer, nbytes);
     int rc = 0;
-    for (size_t got = 0; rc == 0 && got < nbytes; got += pace->piece_nbytes) {
-        size_t piece = nbytes - got < pace->piece_nbytes ? nbytes - got : pace->piece_nbytes;
-        rc = bps_await_turn(pace, piece, closing);
+    for (size_t got = 0, piece; rc == 0 && got < nbytes; got += piece) {
+        piece = bps_piece(nbytes - got, pace);
+        if (pace != NULL)
+            rc = bps_await_turn(pace, piece, closing);
         if (rc == 0)
             rc = bps_receive_all(fd, (char *)buffer + got, piece);
     }
     return rc;
 }
-
-#endif

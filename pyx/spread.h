@@ -4,8 +4,7 @@
  * thread that wakes, because those of waiting ranks count as busy. There the second sum would begin only after the
  * first. A CPU of a rank that waits awake may be used (futex.h).
  */
-#ifndef BPS_SPREAD_H
-#define BPS_SPREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <sched.h>
@@ -17,10 +16,10 @@ struct bps_cpus {
     int few;
 };
 
-struct bps_seat {      /* of one thread; under the lock of their core */
-    int cpu;           /* where it works, -1: it does not */
-    int sleeps;        /* since it last worked */
-    cpu_set_t allowed; /* where it may run now */
+struct bps_thread_cpu { /* of one engine thread; under the engine's lock */
+    int cpu;            /* where it works, -1: it does not */
+    int sleeps;         /* since it last worked */
+    cpu_set_t allowed;  /* where it may run now */
 };
 
 static inline void bps_look_for_cpus(struct bps_cpus *cpus, int n_threads)
@@ -29,26 +28,24 @@ static inline void bps_look_for_cpus(struct bps_cpus *cpus, int n_threads)
                 && sched_getaffinity(0, sizeof cpus->all, &cpus->all) == 0 && CPU_COUNT(&cpus->all) <= n_threads;
 }
 
-static inline void bps_allow(struct bps_seat *seat, pthread_t thread, const cpu_set_t *cpus)
+static inline void bps_allow(struct bps_thread_cpu *cpu_use, pthread_t thread, const cpu_set_t *cpus)
 {
-    if (!CPU_EQUAL(&seat->allowed, cpus) && pthread_setaffinity_np(thread, sizeof *cpus, cpus) == 0)
-        seat->allowed = *cpus;
+    if (!CPU_EQUAL(&cpu_use->allowed, cpus) && pthread_setaffinity_np(thread, sizeof *cpus, cpus) == 0)
+        cpu_use->allowed = *cpus;
 }
 
-/* The calling thread works here, and stays where it is until the kernel thinks better of it. */
-static inline void bps_take_seat(struct bps_seat *seat, const struct bps_cpus *cpus)
+/* Note that the calling thread works, and on which CPU; the kernel may move it to any other. */
+static inline void bps_thread_works(struct bps_thread_cpu *cpu_use, const struct bps_cpus *cpus)
 {
     if (!cpus->few)
         return;
-    bps_allow(seat, pthread_self(), &cpus->all);
-    seat->sleeps = 0;
-    seat->cpu = sched_getcpu();
+    bps_allow(cpu_use, pthread_self(), &cpus->all);
+    cpu_use->sleeps = 0;
+    cpu_use->cpu = sched_getcpu();
 }
 
-static inline void bps_leave_seat(struct bps_seat *seat)
+static inline void bps_thread_rests(struct bps_thread_cpu *cpu_use)
 {
-    seat->cpu = -1;
-    seat->sleeps = 1;
+    cpu_use->cpu = -1;
+    cpu_use->sleeps = 1;
 }
-
-#endif

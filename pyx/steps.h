@@ -1,6 +1,5 @@
 /* Steps: how long each step of a rank took, and how much of that was spent in our calls. One thread ends steps. */
-#ifndef BPS_STEPS_H
-#define BPS_STEPS_H
+#pragma once
 
 #include "lane.h"
 
@@ -51,5 +50,3 @@ static inline void bps_steps_next(struct bps_steps *steps, struct bps_tally *tal
     steps->begin_ns = now_ns;
     steps->begin_exposed_ns = exposed_ns;
 }
-
-#endif

@@ -16,8 +16,7 @@
  *
  * The lists are guarded by the engine's lock, the memory by the store's own, which is held around kernels only.
  */
-#ifndef BPS_STORE_H
-#define BPS_STORE_H
+#pragma once
 
 #include "core.h"
 
@@ -33,7 +32,7 @@ struct bps_weight_store {
     void *weights, *momentum; /* not its own; momentum NULL: pushes are added */
     double learning_rate, mu;
     int64_t staleness; /* in rounds; negative: any */
-    int64_t backups;   /* workers that nobody waits for; negative: there are no versions (backups.h), every push counts */
+    int64_t backups;   /* workers that are not waited for; negative: no versions (backups.h), every push counts */
     uint32_t version, n_taken; /* of the weights; and the pushes that the next one has so far */
     int is_stepping;           /* the next version is made, or a part is queued to do so */
     uint64_t begun_ns;         /* when the first push for the next version had come, */
@@ -60,7 +59,10 @@ static inline struct bps_weight_store *bps_store_make(uint32_t n_parts, void *mo
 }
 
 /* Add a worker's part: one of those that the store was made for. */
-static inline void bps_store_join(struct bps_weight_store *store, uint32_t index) { store->parts[store->n_parts++] = index; }
+static inline void bps_store_join(struct bps_weight_store *store, uint32_t index)
+{
+    store->parts[store->n_parts++] = index;
+}
 
 static inline void bps_store_free(struct bps_weight_store *store)
 {
@@ -76,7 +78,8 @@ static inline int bps_store_is_quorum(const struct bps_weight_store *store)
 }
 
 /* Whether another worker's part keeps the answer to `round` back. */
-static inline int bps_store_is_behind(const struct bps_weight_store *store, const struct bps_part *other, uint32_t round)
+static inline int bps_store_is_behind(const struct bps_weight_store *store, const struct bps_part *other,
+                                      uint32_t round)
 {
     if (store->backups >= 0 && store->is_set)
         return !other->is_taken;
@@ -110,7 +113,8 @@ static inline void bps_store_release(struct bps_core *core, struct bps_weight_st
     }
 }
 
-/* A part of which nothing is under way goes: nobody waits for its worker any more. The last one takes the store along. */
+/* Take a part, of which nothing is under way, out of its store: nobody waits for its worker any more. The last part
+ * frees the store. */
 static inline void bps_store_leave(struct bps_core *core, uint32_t index)
 {
     struct bps_weight_store *store = core->parts[index].store;
@@ -170,7 +174,8 @@ static inline void bps_store_step(struct bps_core *core, int thread, uint32_t in
 }
 
 /* Sum the inputs of a complete part into its output, divided by `divisor`; how many there were, or -1 if one is not
- * mapped: the part is parked. Called with the lock held, and by whom the engine knows to be running; drops it meanwhile. */
+ * mapped: the part is parked. Called with the lock held, and by whom the engine knows to be running; drops it
+ * meanwhile. */
 static inline int bps_store_sum(struct bps_core *core, struct bps_worker *worker, uint32_t index, int64_t divisor)
 {
     struct bps_part *part = &core->parts[index];
@@ -227,5 +232,3 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         part->held = 1;
     bps_ran(core, word);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Table of parts: insertion, removal, queries, order. Every function takes the engine's lock itself. */
-#ifndef BPS_TABLE_H
-#define BPS_TABLE_H
+#pragma once
 
 #include "arrivals.h"
 #include "store.h"
@@ -154,5 +153,3 @@ static inline int bps_table_commit(struct bps_core *core, uint32_t generation, c
         bps_ring_doorbell(core->doorbell, INT_MAX);
     return is_next ? 0 : -1;
 }
-
-#endif

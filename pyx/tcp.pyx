@@ -9,7 +9,6 @@ byte of payload, receives into the slot's memory for that round's parity, and re
 encryption or checksums, damaged data is not reported as arrived: the connection is lost with EBADMSG.
 """
 cimport cython
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.errno cimport EBADMSG
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -18,7 +17,7 @@ from pyx.words cimport (
     BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_RECEIVE, BPS_WIRE, bps_add, bps_arrived_fn, bps_count,
     bps_counted, bps_load, bps_notify_fn, bps_now_ns, bps_record_add, bps_start_thread, bps_store, bps_trace,
     bps_trace_open, bps_wait, bps_wake, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock, pthread_t,
+    pthread_mutex_t, pthread_mutex_unlock, pthread_t, trace_bytes,
 )
 
 
@@ -71,7 +70,7 @@ cdef extern from "acks.h" nogil:
 cdef enum:
     IDLE_NS = 1000000000
 
-cdef struct Post:
+cdef struct Write:
     bps_header header
     uint64_t address, end, posted_ns, sent_ns
 
@@ -88,7 +87,7 @@ cdef struct Link:
     bint checks                 # unsealed writes have checksums
     bps_slots slots
     pthread_mutex_t lock        # the queue
-    Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
+    Write *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
     uint64_t capacity, posted, sent, delivered
     uint32_t word, closing, lost
     uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged
@@ -119,7 +118,7 @@ cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
 cdef void _deliver(Link *link) noexcept nogil:
     """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
     cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
-    cdef Post post
+    cdef Write post
     while link.delivered < link.sent:
         pthread_mutex_lock(&link.lock)  # `post` may be moving the queue
         post = link.queue[link.delivered % link.capacity]
@@ -137,7 +136,7 @@ cdef void _deliver(Link *link) noexcept nogil:
 
 cdef void *_send(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
-    cdef Post post
+    cdef Write post
     cdef uint32_t seen
     cdef uint64_t sent_ns = 0
     cdef bint has_work
@@ -256,7 +255,7 @@ cdef class Stream:
         link.seal_out, link.seal_in = <bps_seal *>seal_out, <bps_seal *>seal_in
         link.checks = checks
         link.capacity = 1024
-        link.queue = <Post *>calloc(link.capacity, sizeof(Post))
+        link.queue = <Write *>calloc(link.capacity, sizeof(Write))
         without_slots = bps_slots_init(&link.slots, n_slots, epoch)
         rc = bps_trace_open(&link.records, trace_capacity, trace_first_round, trace_last_round)
         if rc or without_slots or link.queue == NULL:
@@ -274,6 +273,12 @@ cdef class Stream:
             raise ValueError(f"the stream to source {self.link.peer} is closed")
         return self.link
 
+    cdef Link *_slot(self, uint32_t slot) except NULL:
+        cdef Link *link = self._open()
+        if slot >= link.slots.n:
+            raise ValueError(f"slot {slot} of {link.slots.n}")
+        return link
+
     def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
              uint32_t next_round=1):
         """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
@@ -281,16 +286,12 @@ cdef class Stream:
         *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
         come. The memory is the caller's and stays until `close`. Bind before the peer may write.
         """
-        cdef Link *link = self._open()
-        if slot >= link.slots.n:
-            raise ValueError(f"slot {slot} of {link.slots.n}")
+        cdef Link *link = self._slot(slot)
         bps_slots_bind(&link.slots, slot, address_even, address_odd, nbytes, framed, next_round)
 
     def unbind(self, uint32_t slot):
         """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
-        cdef Link *link = self._open()
-        if slot >= link.slots.n:
-            raise ValueError(f"slot {slot} of {link.slots.n}")
+        cdef Link *link = self._slot(slot)
         bps_slots_bind(&link.slots, slot, 0, 0, 0, False, 0)
 
     def next_round(self, uint32_t slot):
@@ -317,15 +318,13 @@ cdef class Stream:
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
-        cdef Link *link = self._open()
-        cdef Post *grown
-        cdef Post *post
+        cdef Link *link = self._slot(slot)
+        cdef Write *grown
+        cdef Write *post
         cdef uint64_t i
-        if slot >= link.slots.n:
-            raise ValueError(f"slot {slot} of {link.slots.n}")
         pthread_mutex_lock(&link.lock)
         if link.posted - link.delivered == link.capacity:
-            grown = <Post *>calloc(2 * link.capacity, sizeof(Post))
+            grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
             if grown == NULL:
                 pthread_mutex_unlock(&link.lock)
                 raise MemoryError("stream queue")
@@ -359,9 +358,7 @@ cdef class Stream:
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        cdef Link *link = self.link
-        return PyBytes_FromStringAndSize(<char *>link.records.records,
-                                         <Py_ssize_t>(32 * min(link.records.used, link.records.capacity)))
+        return trace_bytes(&self.link.records)
 
     def close(self):
         """Cut the connection, stop both threads, close the socket. Idempotent; undelivered writes are dropped."""

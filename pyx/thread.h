@@ -1,6 +1,5 @@
 /* Thread: starts native threads that block all signals, which the Python main thread handles. */
-#ifndef BPS_THREAD_H
-#define BPS_THREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <signal.h>
@@ -14,5 +13,3 @@ static inline int bps_start_thread(pthread_t *thread, void *(*run)(void *), void
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return rc;
 }
-
-#endif

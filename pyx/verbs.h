@@ -9,8 +9,7 @@
  * of ours, allocate nothing and return 0 or a positive errno. Immediates are in host order here, big endian on the
  * wire. Any thread: providers lock each queue themselves.
  */
-#ifndef BPS_VERBS_H
-#define BPS_VERBS_H
+#pragma once
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* ppoll */
@@ -124,8 +123,8 @@ static inline struct bps_ibv_mr *bps_reg_dmabuf_mr(struct bps_ibv_pd *pd, uint64
 static inline int bps_positive(int rc) { return rc < 0 ? -rc : rc; }
 
 /* Whether the verb that was to destroy an object failed with rc because the kernel has taken the device from this
- * process (unplugged, reset, its driver unbound): it has destroyed all objects itself then, and every call ends so. What
- * the provider has of the object in this process is lost: no call can free it any more. libibverbs would, if
+ * process (unplugged, reset, its driver unbound): it has destroyed all objects itself then, and every call ends so.
+ * What the provider has of the object in this process is lost: no call can free it any more. libibverbs would, if
  * RDMAV_ALLOW_DISASSOC_DESTROY were set, but only in programs that read no events meanwhile. */
 static inline int bps_device_is_gone(int rc) { return bps_positive(rc) == EIO || bps_positive(rc) == ENODEV; }
 
@@ -223,5 +222,3 @@ static inline int bps_take_cq_event(struct bps_ibv_comp_channel *channel)
     bps_verbs.ack_cq_events(cq, 1);
     return 1;
 }
-
-#endif

@@ -109,10 +109,7 @@ class VerbsMissing(OSError):
 def load(library=None):
     """Load libibverbs (*library*: instead of libibverbs.so.1); whatever needs it does so by itself. Idempotent.
 
-    Raises
-    ------
-    VerbsMissing
-        With what the loader said and what to install.
+    Raises `VerbsMissing` with what the loader said and what to install.
     """
     cdef char why[512]
     if bps_verbs.library != NULL:
@@ -158,13 +155,42 @@ cdef str _words(int rc):
     return f"{errnos.errorcode.get(rc, rc)}: {os.strerror(rc)}"
 
 
-cdef object _usable(const void *handle, uint32_t forks, str what):
-    """Raise ValueError unless *what* is open and this process opened it."""
-    if handle == NULL:
-        raise ValueError(f"{what} is closed")
-    if forks != bps_forks:
-        raise ValueError(f"{what} belongs to the process that this one (pid {os.getpid()}) was forked from: "
-                         "open the device again here")
+cdef class _VerbsObject:
+    """An object of libibverbs at `raw` (NULL: closed), which the process that made it owns. A context manager."""
+
+    cdef void *raw
+    cdef uint32_t forks
+
+    cdef str _name(self):
+        """Return what errors call it."""
+
+    cdef void *_open(self) except NULL:
+        """Return `raw`; ValueError if it is closed, or another process's."""
+        if self.raw == NULL:
+            raise ValueError(f"{self._name()} is closed")
+        if self.forks != bps_forks:
+            raise ValueError(f"{self._name()} belongs to the process that this one (pid {os.getpid()}) was forked "
+                             "from: open the device again here")
+        return self.raw
+
+    cdef bint _is_ours(self) noexcept:
+        return self.raw != NULL and self.forks == bps_forks
+
+    @property
+    def handle(self):
+        """Address of the C struct. Native code that posts or polls there does so alone, and accounts for it itself."""
+        return <uintptr_t>self._open()
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return self.raw == NULL
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
 
 
 include "verbs_device.pxi"

@@ -2,14 +2,12 @@
  *
  * The layouts are the binary interface of libibverbs.so.1 (symbol versions IBVERBS_1.1), which has been stable since
  * 2006: fields were only ever added at the end of structs that the library itself allocates. Of those we declare as
- * much as we read, and never their size. Structs that we allocate are declared whole, except `bps_ibv_port_attr`:
- * the plain symbol ibv_query_port fills what stands here and no more.
- * All of it is pinned below for 64-bit Linux (x86-64 and aarch64 agree: no struct that we measure holds a mutex), and
- * by tests/pyx/test_verbs_header.py against <infiniband/verbs.h> where that is installed. Names begin with bps_ or BPS_,
- * so both may be included in one file.
+ * much as we read, and never their size. Structs that we allocate are declared whole, except `bps_ibv_port_attr`: the
+ * plain symbol ibv_query_port fills what stands here and no more. All of it is pinned below for 64-bit Linux (x86-64
+ * and aarch64 agree: no struct that we measure holds a mutex), and by tests/pyx/test_verbs_header.py against
+ * <infiniband/verbs.h> where that is installed. Names begin with bps_ or BPS_, so both may be included in one file.
  */
-#ifndef BPS_VERBS_ABI_H
-#define BPS_VERBS_ABI_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -254,5 +252,3 @@ BPS_SIZE(qp_attr, 144);
 BPS_SIZE(device_attr, 232);
 BPS_SIZE(port_attr, 52);
 BPS_SIZE(async_event, 16);
-
-#endif

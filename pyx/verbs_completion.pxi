@@ -1,4 +1,4 @@
-# CompletionQueue; included by verbs.pyx.
+# The class CompletionQueue of verbs.pyx.
 
 cdef enum:
     _BATCH = 32  # completions taken at once without the GIL
@@ -6,23 +6,18 @@ cdef enum:
 
 @cython.final
 @cython.no_gc_clear
-cdef class CompletionQueue:
+cdef class CompletionQueue(_VerbsObject):
     """Create a completion queue of *device* with room for *depth* completions (``ibv_create_cq``; more may be given).
 
     *events*: with an event channel, so that `wait` can sleep. It cannot overrun: each post of a queue pair takes one of
     its places until its completion is polled, and a post that finds none is refused.
 
-    Raises
-    ------
-    OSError
-        With the errno of the verb and the device's limits.
+    Raises `OSError` with the errno of the verb and the device's limits.
     """
 
-    cdef bps_ibv_cq *cq
     cdef bps_ibv_comp_channel *channel
     cdef bps_cq work
     cdef object ready  # completions that `wait` and closing queue pairs had to take
-    cdef uint32_t forks
     cdef int users  # threads inside a call without the GIL
     cdef readonly Device device
     cdef readonly int children
@@ -31,11 +26,11 @@ cdef class CompletionQueue:
         pthread_mutex_init(&self.work.lock, NULL)
 
     def __init__(self, Device device not None, int depth, *, bint events=False):
-        cdef bps_ibv_context *context = device._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>device._open()
         cdef bps_ibv_comp_channel *channel = NULL
         cdef bps_ibv_cq *cq = NULL
         cdef int rc = 0
-        if self.cq != NULL:
+        if self.raw != NULL:
             raise ValueError("a CompletionQueue is initialised once")
         if depth < 1:
             raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
@@ -55,17 +50,11 @@ cdef class CompletionQueue:
             limits = device._attributes()
             raise OSError(rc, f"ibv_create_cq({device.name}, depth={depth}, events={events}): {_words(rc)}; the device "
                               f"takes max_cqe={limits['max_cqe']} in a queue and max_cq={limits['max_cq']} queues")
-        self.cq, self.channel, self.device, self.forks = cq, channel, device, bps_forks
+        self.raw, self.channel, self.device, self.forks = cq, channel, device, bps_forks
         self.work.depth, self.ready = cq.cqe, collections.deque()
 
-    cdef bps_ibv_cq *_open(self) except NULL:
-        _usable(self.cq, self.forks, f"completion queue of {self.device.name if self.device else 'no device'}")
-        return self.cq
-
-    @property
-    def handle(self):
-        """Address of the ``ibv_cq``. Native code that polls it leaves `poll`, `wait` and `pending` alone."""
-        return <uintptr_t>self._open()
+    cdef str _name(self):
+        return f"completion queue of {self.device.name if self.device else 'no device'}"
 
     @property
     def depth(self):
@@ -77,21 +66,13 @@ cdef class CompletionQueue:
         """How many of the places are taken, by posted work or by completions that were not polled."""
         return self.work.pending
 
-    @property
-    def closed(self):
-        """Whether `close` was called."""
-        return self.cq == NULL
-
     def poll(self, int n=32):
         """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number).
 
         Never waits. *status* 0 is success, `bpsfast.hardware.verbs.completions` explains the others; *opcode* 0 send, 1
         write, 2 read, 128 receive, 129 receive of a write with immediate, valid for bad completions too.
 
-        Raises
-        ------
-        OSError
-            When the queue itself is broken.
+        Raises `OSError` when the queue itself is broken.
         """
         self._open()
         if n < 1:
@@ -110,7 +91,7 @@ cdef class CompletionQueue:
             wanted = min(_BATCH, n - <int>len(found))
             self.users += 1
             with nogil:
-                taken = bps_cq_poll(&self.work, self.cq, wanted, batch)
+                taken = bps_cq_poll(&self.work, <bps_ibv_cq *>self.raw, wanted, batch)
             self.users -= 1
             if taken < 0:
                 raise OSError(errnos.EIO, f"ibv_poll_cq({self.device.name}): the queue is broken ({taken}): it "
@@ -136,7 +117,7 @@ cdef class CompletionQueue:
         OSError
             When the queue is broken.
         """
-        cdef bps_ibv_cq *cq = self._open()
+        cdef bps_ibv_cq *cq = <bps_ibv_cq *>self._open()
         cdef int rc
         if self.channel == NULL:
             raise ValueError("wait needs a CompletionQueue(..., events=True)")
@@ -174,12 +155,9 @@ cdef class CompletionQueue:
     def close(self):
         """Destroy the queue. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While queue pairs complete into it, or a thread is in `wait` or `poll`.
+        Raises `BufferError` while queue pairs complete into it, or a thread is in `wait` or `poll`.
         """
-        if self.cq != NULL and self.forks == bps_forks:
+        if self._is_ours():
             if self.children:
                 raise BufferError(f"completion queue of {self.device.name} has {self.children} open queue pairs")
             if self.users:
@@ -189,12 +167,12 @@ cdef class CompletionQueue:
             raise OSError(rc, f"ibv_destroy_cq({self.device.name}): {_words(rc)}")
 
     cdef int _release(self) noexcept:
-        cdef bps_ibv_cq *cq = self.cq
+        cdef bps_ibv_cq *cq = <bps_ibv_cq *>self.raw
         cdef int rc = 0
         if cq == NULL:
             return 0
         if self.forks == bps_forks:
-            self.cq = NULL
+            self.raw = NULL
             with nogil:
                 rc = bps_verbs.destroy_cq(cq)
                 if rc == 0 and self.channel != NULL:
@@ -202,17 +180,11 @@ cdef class CompletionQueue:
                 elif bps_device_is_gone(rc) and self.channel != NULL:
                     close_fd(self.channel.fd)  # the library still counts the queue as the channel's, and would refuse
             if rc and not bps_device_is_gone(rc):
-                self.cq = cq
+                self.raw = cq
                 return rc
-        self.cq, self.channel = NULL, NULL
+        self.raw, self.channel = NULL, NULL
         self.device.children -= 1
         return 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
     def __dealloc__(self):
         self._release()

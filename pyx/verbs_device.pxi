@@ -1,4 +1,4 @@
-# Device and ProtectionDomain; included by verbs.pyx.
+# The classes Device and ProtectionDomain of verbs.pyx.
 
 #: What `Device.port` calls a port's state and link layer.
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
@@ -41,17 +41,13 @@ cdef str _why_no_device(str name, list known):
 
 
 @cython.final
-cdef class Device:
+cdef class Device(_VerbsObject):
     """Open the RDMA device *name* (``ibv_open_device``).
 
-    Raises
-    ------
-    OSError
-        ENODEV when there is no such device; the errno of the open (EACCES, EPERM: /dev/infiniband) otherwise.
+    Raises `OSError`: ENODEV when there is no such device; the errno of the open (EACCES, EPERM: /dev/infiniband)
+    otherwise.
     """
 
-    cdef bps_ibv_context *context
-    cdef uint32_t forks
     cdef int users  # threads inside `events`
     cdef readonly str name
     cdef readonly int children
@@ -60,7 +56,7 @@ cdef class Device:
         cdef int n = 0, i, rc = 0
         cdef bps_ibv_device **found
         cdef bps_ibv_device *mine = NULL
-        if self.context != NULL:
+        if self.raw != NULL:
             raise ValueError("a Device is initialised once")
         load()
         with nogil:
@@ -73,28 +69,17 @@ cdef class Device:
         mine = found[<int>known.index(name)]
         path = f"/dev/infiniband/{mine.dev_name.decode()}"
         with nogil:
-            self.context = bps_verbs.open_device(mine)
+            self.raw = bps_verbs.open_device(mine)
             rc = errno
             bps_verbs.free_device_list(found)
-        if self.context == NULL:
+        if self.raw == NULL:
             raise OSError(rc, f"ibv_open_device({name}): {_words(rc)}; may this process open {path}? In a container: "
                               f"--device={path}")
         self.name, self.forks = name, bps_forks
-        bps_unblock(self.context.async_fd)
+        bps_unblock((<bps_ibv_context *>self.raw).async_fd)
 
-    cdef bps_ibv_context *_open(self) except NULL:
-        _usable(self.context, self.forks, f"device {self.name}")
-        return self.context
-
-    @property
-    def handle(self):
-        """Address of the ``ibv_context``."""
-        return <uintptr_t>self._open()
-
-    @property
-    def closed(self):
-        """Whether `close` was called."""
-        return self.context == NULL
+    cdef str _name(self):
+        return f"device {self.name}"
 
     @property
     def attributes(self):
@@ -102,7 +87,7 @@ cdef class Device:
         return self._attributes()
 
     cdef dict _attributes(self):
-        cdef bps_ibv_context *context = self._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>self._open()
         cdef bps_ibv_device_attr a
         cdef int rc
         memset(&a, 0, sizeof(a))
@@ -123,7 +108,7 @@ cdef class Device:
 
     def port(self, uint8_t number=1):
         """Return a port's state (``ibv_query_port``); MTUs and the largest message in bytes."""
-        cdef bps_ibv_context *context = self._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>self._open()
         cdef bps_ibv_port_attr a
         cdef int rc
         memset(&a, 0, sizeof(a))
@@ -142,7 +127,7 @@ cdef class Device:
 
     def gid(self, uint8_t port, int index):
         """Return the 16 bytes of one GID (``ibv_query_gid``), all zero for an empty place in the table."""
-        cdef bps_ibv_context *context = self._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>self._open()
         cdef bps_ibv_gid gid
         cdef int rc
         count = self.port(port)["gid_count"]
@@ -164,7 +149,7 @@ cdef class Device:
 
         Waits up to *timeout_s* seconds (None: for ever) for the first; an empty list when there is none.
         """
-        cdef bps_ibv_context *context = self._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>self._open()
         cdef bps_ibv_async_event event
         cdef int rc
         found = []
@@ -193,33 +178,24 @@ cdef class Device:
     def close(self):
         """Close the device. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While protection domains or completion queues of it are open.
+        Raises `BufferError` while protection domains or completion queues of it are open.
         """
-        if self.children and self.context != NULL and self.forks == bps_forks:
+        if self.children and self._is_ours():
             raise BufferError(f"device {self.name} has {self.children} open protection domains and completion queues")
-        if self.users and self.context != NULL and self.forks == bps_forks:
+        if self.users and self._is_ours():
             raise BufferError(f"device {self.name}: another thread is in events")
         cdef int rc = self._release()
         if rc and not bps_device_is_gone(rc):
             raise OSError(rc, f"ibv_close_device({self.name}): {_words(rc)}")
 
     cdef int _release(self) noexcept:
-        cdef bps_ibv_context *context = self.context
+        cdef bps_ibv_context *context = <bps_ibv_context *>self.raw
         cdef int rc = 0
-        self.context = NULL
+        self.raw = NULL
         if context != NULL and self.forks == bps_forks:
             with nogil:
                 rc = bps_verbs.close_device(context)
         return rc
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
     def __dealloc__(self):
         self._release()
@@ -244,18 +220,16 @@ cdef bint _await(int fd, timeout_s) except -1:
 
 @cython.final
 @cython.no_gc_clear
-cdef class ProtectionDomain:
+cdef class ProtectionDomain(_VerbsObject):
     """Allocate a protection domain of *device* (``ibv_alloc_pd``): only what shares it works together."""
 
-    cdef bps_ibv_pd *pd
-    cdef uint32_t forks
     cdef readonly Device device
     cdef readonly int children
 
     def __init__(self, Device device not None):
-        if self.pd != NULL:
+        if self.raw != NULL:
             raise ValueError("a ProtectionDomain is initialised once")
-        cdef bps_ibv_context *context = device._open()
+        cdef bps_ibv_context *context = <bps_ibv_context *>device._open()
         cdef bps_ibv_pd *pd
         device.children += 1  # nobody closes the device during the call
         with nogil:
@@ -263,31 +237,17 @@ cdef class ProtectionDomain:
         if pd == NULL:
             device.children -= 1
             raise OSError(errno, f"ibv_alloc_pd({device.name}): {_words(errno)}")
-        self.pd, self.device, self.forks = pd, device, bps_forks
+        self.raw, self.device, self.forks = pd, device, bps_forks
 
-    cdef bps_ibv_pd *_open(self) except NULL:
-        _usable(self.pd, self.forks, f"protection domain of {self.device.name if self.device else 'no device'}")
-        return self.pd
-
-    @property
-    def handle(self):
-        """Address of the ``ibv_pd``."""
-        return <uintptr_t>self._open()
-
-    @property
-    def closed(self):
-        """Whether `close` was called."""
-        return self.pd == NULL
+    cdef str _name(self):
+        return f"protection domain of {self.device.name if self.device else 'no device'}"
 
     def close(self):
         """Free the domain. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While memory regions or queue pairs of it are open.
+        Raises `BufferError` while memory regions or queue pairs of it are open.
         """
-        if self.children and self.pd != NULL and self.forks == bps_forks:
+        if self.children and self._is_ours():
             raise BufferError(f"protection domain of {self.device.name} has {self.children} open memory regions and "
                               "queue pairs")
         cdef int rc = self._release()
@@ -295,25 +255,19 @@ cdef class ProtectionDomain:
             raise OSError(rc, f"ibv_dealloc_pd({self.device.name}): {_words(rc)}")
 
     cdef int _release(self) noexcept:
-        cdef bps_ibv_pd *pd = self.pd
+        cdef bps_ibv_pd *pd = <bps_ibv_pd *>self.raw
         cdef int rc = 0
         if pd == NULL:
             return 0
-        self.pd = NULL
+        self.raw = NULL
         if self.forks == bps_forks:
             with nogil:
                 rc = bps_verbs.dealloc_pd(pd)
             if rc and not bps_device_is_gone(rc):
-                self.pd = pd
+                self.raw = pd
                 return rc
         self.device.children -= 1
         return 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
     def __dealloc__(self):
         self._release()

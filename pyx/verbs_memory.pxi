@@ -1,4 +1,4 @@
-# MemoryRegion; included by verbs.pyx.
+# The class MemoryRegion of verbs.pyx.
 
 
 cdef str _why_not_registered(int rc, uintptr_t address, size_t nbytes, attributes):
@@ -40,7 +40,7 @@ cdef unsigned int _access(size_t nbytes, bint remote_write, bint remote_read, bi
 
 @cython.final
 @cython.no_gc_clear
-cdef class MemoryRegion:
+cdef class MemoryRegion(_VerbsObject):
     """Register the writable *buffer* with *domain* (``ibv_reg_mr``): pin it, and let the device read and write it.
 
     The buffer's export is held until `close`: the memory can neither be freed nor resized while the device may write
@@ -57,11 +57,9 @@ cdef class MemoryRegion:
         If it is empty.
     """
 
-    cdef bps_ibv_mr *mr
     cdef Py_buffer view
     cdef object keep
     cdef bint exported
-    cdef uint32_t forks
     cdef readonly ProtectionDomain domain
     cdef readonly uintptr_t address
     cdef readonly size_t nbytes
@@ -69,7 +67,7 @@ cdef class MemoryRegion:
 
     def __init__(self, ProtectionDomain domain not None, buffer not None, *, bint remote_write=True,
                  bint remote_read=False, bint relaxed_ordering=False):
-        if self.mr != NULL:
+        if self.raw != NULL:
             raise ValueError("a MemoryRegion is initialised once")
         PyObject_GetBuffer(buffer, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         self.exported = True
@@ -95,59 +93,44 @@ cdef class MemoryRegion:
                   bint remote_write=True, bint remote_read=False, bint relaxed_ordering=False):
         """Register *nbytes* from *offset* on of the dma-buf *fd*, memory of another device (``ibv_reg_dmabuf_mr``).
 
-        Whoever posts, or is told the rkey, calls its first byte *iova*; both have the same offset in a page. The
-        descriptor may be closed afterwards: the region keeps the memory.
+        *iova* is the address of its first byte for posts, and for peers that have the rkey; it has the same offset in a
+        page as *offset*. The descriptor may be closed afterwards: the region keeps the memory.
 
-        Raises
-        ------
-        OSError
-            With the errno: EOPNOTSUPP where the driver cannot, ENOSYS where the library cannot.
+        Raises `OSError` with the errno: EOPNOTSUPP where the driver cannot, ENOSYS where the library cannot.
         """
         cdef MemoryRegion self = cls.__new__(cls)
-        cdef bps_ibv_pd *pd = domain._open()
-        cdef bps_ibv_mr *mr
-        cdef unsigned int access = _access(nbytes, remote_write, remote_read, relaxed_ordering)
-        domain.children += 1  # as in `_register`
-        with nogil:
-            mr = bps_reg_dmabuf_mr(pd, offset, nbytes, iova, fd, access)
-        if mr == NULL:
-            rc = errno
-            domain.children -= 1
-            raise OSError(rc, f"ibv_reg_dmabuf_mr({domain.device.name}, offset={offset}, nbytes={nbytes}, "
-                              f"iova={iova:#x}, fd={fd}, access={access:#x}): {_words(rc)}; "
-                              f"{_why_no_dmabuf(rc, fd, domain.device)}")
-        self.mr, self.domain, self.forks = mr, domain, bps_forks
-        self.address, self.nbytes, self.lkey, self.rkey = iova, nbytes, mr.lkey, mr.rkey
+        self._register(domain, iova, nbytes, remote_write, remote_read, relaxed_ordering, True, fd, offset)
         return self
 
     cdef int _register(self, ProtectionDomain domain, uintptr_t address, size_t nbytes, bint remote_write,
-                       bint remote_read, bint relaxed_ordering) except -1:
-        cdef bps_ibv_pd *pd = domain._open()
+                       bint remote_read, bint relaxed_ordering, bint is_dmabuf=False, int fd=-1,
+                       uint64_t offset=0) except -1:
+        """Register memory at *address*; *is_dmabuf*: that of *fd* from *offset* on, for which *address* stands."""
+        cdef bps_ibv_pd *pd = <bps_ibv_pd *>domain._open()
         cdef bps_ibv_mr *mr
         cdef unsigned int access = _access(nbytes, remote_write, remote_read, relaxed_ordering)
         domain.children += 1  # nobody closes the domain during the call
         with nogil:
-            mr = bps_reg_mr(pd, <void *>address, nbytes, access)
+            if is_dmabuf:
+                mr = bps_reg_dmabuf_mr(pd, offset, nbytes, address, fd, access)
+            else:
+                mr = bps_reg_mr(pd, <void *>address, nbytes, access)
         if mr == NULL:
             rc = errno
             domain.children -= 1
+            if is_dmabuf:
+                raise OSError(rc, f"ibv_reg_dmabuf_mr({domain.device.name}, offset={offset}, nbytes={nbytes}, "
+                                  f"iova={address:#x}, fd={fd}, access={access:#x}): {_words(rc)}; "
+                                  f"{_why_no_dmabuf(rc, fd, domain.device)}")
             why = _why_not_registered(rc, address, nbytes, domain.device._attributes())
             raise OSError(rc, f"ibv_reg_mr({domain.device.name}, address={address:#x}, nbytes={nbytes}, "
                               f"access={access:#x}): {_words(rc)}; {why}")
-        self.mr, self.domain, self.forks = mr, domain, bps_forks
+        self.raw, self.domain, self.forks = mr, domain, bps_forks
         self.address, self.nbytes, self.lkey, self.rkey = address, nbytes, mr.lkey, mr.rkey
         return 0
 
-    @property
-    def handle(self):
-        """Address of the ``ibv_mr``."""
-        _usable(self.mr, self.forks, f"memory region of {self.nbytes} bytes")
-        return <uintptr_t>self.mr
-
-    @property
-    def closed(self):
-        """Whether `close` was called."""
-        return self.mr == NULL
+    cdef str _name(self):
+        return f"memory region of {self.nbytes} bytes"
 
     def close(self):
         """Deregister, then let the memory go. Idempotent. A peer that writes on gets an access error."""
@@ -157,30 +140,24 @@ cdef class MemoryRegion:
                               f"nbytes={self.nbytes}): {_words(rc)}; the memory stays held")
 
     cdef int _release(self) noexcept:
-        cdef bps_ibv_mr *mr = self.mr
+        cdef bps_ibv_mr *mr = <bps_ibv_mr *>self.raw
         cdef int rc = 0
         if mr == NULL:
             return 0
         if self.forks == bps_forks:
-            self.mr = NULL  # before the GIL goes: nobody deregisters twice
+            self.raw = NULL  # before the GIL goes: nobody deregisters twice
             with nogil:
                 rc = bps_verbs.dereg_mr(mr)
             if rc and not bps_device_is_gone(rc):
-                self.mr = mr
+                self.raw = mr
                 return rc
-        self.mr = NULL
+        self.raw = NULL
         self.domain.children -= 1
         self.keep = None
         if self.exported:
             self.exported = False
             PyBuffer_Release(&self.view)
         return 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
     def __dealloc__(self):
         self._release()

@@ -1,4 +1,4 @@
-# QueuePair; included by verbs.pyx.
+# The class QueuePair of verbs.pyx.
 
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
 _MTU_CODES = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
@@ -11,7 +11,7 @@ def _gid_text(gid):
 
 @cython.final
 @cython.no_gc_clear
-cdef class QueuePair:
+cdef class QueuePair(_VerbsObject):
     """Create one end of a reliable connection (``ibv_create_qp``, RC), in state RESET.
 
     *max_send*, *max_recv*: posts that may be outstanding in each direction; *max_inline*: bytes that an inline post may
@@ -21,14 +21,10 @@ cdef class QueuePair:
 
     Memory that was posted belongs to the device until its completion was polled; this object does not hold it.
 
-    Raises
-    ------
-    OSError
-        With the errno of the verb and the device's limits.
+    Raises `OSError` with the errno of the verb and the device's limits.
     """
 
-    cdef bps_pair pair
-    cdef uint32_t forks
+    cdef bps_pair pair  # its `qp` is `raw`
     cdef uint8_t port_number
     cdef int users
     cdef bytes local_gid, peer_gid
@@ -43,15 +39,16 @@ cdef class QueuePair:
     def __init__(self, ProtectionDomain domain not None, CompletionQueue send_cq not None,
                  CompletionQueue recv_cq not None, *, uint32_t max_send, uint32_t max_recv, uint32_t max_inline=0,
                  uint32_t max_send_sge=1):
-        cdef bps_ibv_pd *pd = domain._open()
+        cdef bps_ibv_pd *pd = <bps_ibv_pd *>domain._open()
         cdef bps_ibv_qp_init_attr init
         cdef bps_ibv_qp *qp
-        if self.pair.qp != NULL:
+        if self.raw != NULL:
             raise ValueError("a QueuePair is initialised once")
         if max_send < 1 or max_recv < 1:
             raise ValueError(f"a queue pair needs max_send >= 1 and max_recv >= 1, got {max_send} and {max_recv}")
         memset(&init, 0, sizeof(init))
-        init.send_cq, init.recv_cq, init.qp_type = send_cq._open(), recv_cq._open(), BPS_QPT_RC
+        init.send_cq, init.recv_cq = <bps_ibv_cq *>send_cq._open(), <bps_ibv_cq *>recv_cq._open()
+        init.qp_type = BPS_QPT_RC
         init.cap.max_send_wr, init.cap.max_recv_wr, init.cap.max_inline_data = max_send, max_recv, max_inline
         init.cap.max_send_sge, init.cap.max_recv_sge = max_send_sge, 1
         domain.children += 1
@@ -67,7 +64,8 @@ cdef class QueuePair:
                               f"max_inline={max_inline}, max_send_sge={max_send_sge}): {_words(rc)}; the device takes "
                               f"max_qp_wr={limits['max_qp_wr']} posts in a queue and max_qp={limits['max_qp']} queue "
                               "pairs; the queues' memory counts as locked, too")
-        self.pair.qp, self.forks = qp, bps_forks
+        self.raw = self.pair.qp = qp
+        self.forks = bps_forks
         self.domain, self.send_cq, self.recv_cq = domain, send_cq, recv_cq
         self.number = self.pair.number = qp.qp_num
         self.psn = int.from_bytes(os.urandom(3), "little")
@@ -96,20 +94,8 @@ cdef class QueuePair:
         send_cq.children -= 1
         recv_cq.children -= 1
 
-    cdef bps_ibv_qp *_open(self) except NULL:
-        _usable(self.pair.qp, self.forks, f"queue pair {self.number} of "
-                                          f"{self.domain.device.name if self.domain else 'no device'}")
-        return self.pair.qp
-
-    @property
-    def handle(self):
-        """Address of the ``ibv_qp``. Native code that posts to it has its own account of what is outstanding."""
-        return <uintptr_t>self._open()
-
-    @property
-    def closed(self):
-        """Whether `close` was called."""
-        return self.pair.qp == NULL
+    cdef str _name(self):
+        return f"queue pair {self.number} of {self.domain.device.name if self.domain else 'no device'}"
 
     @property
     def outstanding(self):
@@ -141,7 +127,7 @@ cdef class QueuePair:
     @property
     def state(self):
         """The device's own word for it (``ibv_query_qp``): RESET, INIT, RTR, RTS, SQD, SQE or ERR."""
-        cdef bps_ibv_qp *qp = self._open()
+        cdef bps_ibv_qp *qp = <bps_ibv_qp *>self._open()
         cdef bps_ibv_qp_attr attr
         cdef bps_ibv_qp_init_attr init
         cdef int rc
@@ -153,11 +139,9 @@ cdef class QueuePair:
             raise OSError(rc, f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {_words(rc)}")
         return _STATES[attr.qp_state] if 0 <= attr.qp_state < 7 else str(attr.qp_state)
 
-    # -- transitions ----------------------------------------------------------------------------------------
-
     cdef int _modify(self, bps_ibv_qp_attr *attr, int mask, str transition, dict shown) except -1:
         """Ask for a transition; *shown* goes into the error."""
-        cdef bps_ibv_qp *qp = self._open()
+        cdef bps_ibv_qp *qp = <bps_ibv_qp *>self._open()
         cdef int rc
         self.users += 1
         with nogil:
@@ -275,8 +259,6 @@ cdef class QueuePair:
         attr.qp_state = BPS_QPS_ERR
         self._modify(&attr, BPS_QP_STATE, "any -> ERR", {})
 
-    # -- posting --------------------------------------------------------------------------------------------
-
     cdef int _post(self, int opcode, uint64_t wr_id, uint64_t address, uint32_t nbytes, uint32_t lkey,
                    uint64_t remote_address, uint32_t rkey, immediate, bint signaled, bint inline) except -1:
         cdef bps_work work
@@ -312,10 +294,8 @@ cdef class QueuePair:
         nbytes 0 writes nothing (the immediate arrives). The source stays untouched until the completion; *inline*
         copies it now and needs no lkey. Not *signaled*: no completion of its own, retired by the next one that is.
 
-        Raises
-        ------
-        OSError
-            ENOBUFS when max_send posts are outstanding, EOVERFLOW when the completion queue could overrun.
+        Raises `OSError`: ENOBUFS when max_send posts are outstanding, EOVERFLOW when the completion queue could
+        overrun.
         """
         self._post(BPS_WR_RDMA_WRITE if immediate is None else BPS_WR_RDMA_WRITE_WITH_IMM, wr_id, address, nbytes, lkey,
                    remote_address, rkey, immediate, signaled, inline)
@@ -334,24 +314,17 @@ cdef class QueuePair:
     def post_recv(self, uint64_t wr_id, uint64_t address, uint32_t nbytes, uint32_t lkey):
         """Offer *nbytes* at *address* to the peer's next send, or nothing (nbytes 0) to its next write with immediate.
 
-        Raises
-        ------
-        OSError
-            ENOBUFS when max_recv posts are outstanding, EOVERFLOW when the completion queue could overrun.
+        Raises `OSError`: ENOBUFS when max_recv posts are outstanding, EOVERFLOW when the completion queue could
+        overrun.
         """
         self._post(BPS_WORK_RECV, wr_id, address, nbytes, lkey, 0, 0, None, True, False)
-
-    # -- end ------------------------------------------------------------------------------------------------
 
     def close(self):
         """Destroy the queue pair. Idempotent. What was outstanding is forgotten, its completions are dropped.
 
-        Raises
-        ------
-        BufferError
-            While another thread is in a call of it.
+        Raises `BufferError` while another thread is in a call of it.
         """
-        if self.pair.qp != NULL and self.forks == bps_forks and self.users:
+        if self._is_ours() and self.users:
             raise BufferError(f"queue pair {self.number}: another thread is in a call of it")
         cdef int rc = self._release()
         if rc:
@@ -365,14 +338,14 @@ cdef class QueuePair:
         cdef int rc = 0
         if qp == NULL:
             return 0
-        pair.qp = NULL
+        self.raw = pair.qp = NULL
         if self.forks == bps_forks:
             with nogil:  # out of the lists first: its number may be another's at once, and this object may go anyway
                 bps_cq_remove_pair(pair.send_cq, pair)
                 bps_cq_remove_pair(pair.recv_cq, pair)
                 rc = bps_verbs.destroy_qp(qp)
             if rc and not bps_device_is_gone(rc):
-                pair.qp = qp
+                self.raw = pair.qp = qp
                 return rc
             outstanding = pair.send.posted != pair.send.retired or pair.recv.posted != pair.recv.retired
             bps_retire(pair.send_cq, &pair.send, pair.send.posted)
@@ -385,12 +358,6 @@ cdef class QueuePair:
                     pass  # the completion queue is broken, as its own next poll will say
         self._abandon(self.domain, self.send_cq, self.recv_cq)
         return 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
     def __dealloc__(self):
         self._release()

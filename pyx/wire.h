@@ -9,13 +9,12 @@
  *       20      4  flags: 1 = empty contribution, no payload
  *       24      8  nbytes of payload
  *
- * A receiver checks every field against the slot it bound before it writes one byte of payload: the round is the next one
- * of the slot, the epoch that in which the connection was made, as its dialler said. Of a slot of frames, which have a
- * length of their own, it checks also that afterwards. With checksums (setting checksum) four bytes more follow header
- * and payload (`checked.h`), with seals sixteen (`seal.h`).
+ * A receiver checks every field against the slot it bound before it writes one byte of payload: the round is the next
+ * one of the slot, the epoch that in which the connection was made, as its dialler said. Of a slot of frames, which
+ * have a length of their own, it checks also that afterwards. With checksums (setting checksum) four bytes more follow
+ * header and payload (`checked.h`), with seals sixteen (`seal.h`).
  */
-#ifndef BPS_WIRE_H
-#define BPS_WIRE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -32,7 +31,10 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is li
 /* Of a slot of frames (`orchestration/codec.py`) what came begins with its own length; at most `room` bytes fit. */
 #define BPS_FRAME_HEADER 8u
 
-static inline int bps_frame_may_come(uint64_t nbytes, uint64_t room) { return nbytes >= BPS_FRAME_HEADER && nbytes <= room; }
+static inline int bps_frame_may_come(uint64_t nbytes, uint64_t room)
+{
+    return nbytes >= BPS_FRAME_HEADER && nbytes <= room;
+}
 
 static inline int bps_frame_is_whole(const void *frame, uint64_t nbytes)
 {
@@ -43,5 +45,3 @@ static inline uint32_t bps_immediate(uint32_t slot, uint32_t round, uint32_t epo
 {
     return (slot & 0xfffffu) | (round & 0xfu) << 20 | (epoch & 0xffu) << 24;
 }
-
-#endif

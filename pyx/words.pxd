@@ -1,4 +1,5 @@
 """Extern declarations of the shared-memory words: futex.h, lane.h, steps.h, board.h, record.h, hooks.h."""
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 
@@ -13,7 +14,7 @@ cdef extern from "futex.h" nogil:
     int bps_wait(uint32_t *, uint32_t, uint64_t)
     void bps_wake(uint32_t *, int)
     void bps_ring_doorbell(bps_doorbell *, int)
-    int bps_linger(const uint32_t *, uint32_t, uint64_t)
+    int bps_wait_awake(const uint32_t *, uint32_t, uint64_t)
     void bps_await_doorbell(bps_doorbell *, uint32_t, uint64_t, uint64_t)
 
 cdef extern from "lane.h" nogil:
@@ -28,7 +29,7 @@ cdef extern from "lane.h" nogil:
         bps_tally tally
     void bps_count(uint64_t *, uint64_t)
     uint64_t bps_counted(uint64_t *)
-    enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE
+    enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE
     int bps_lane_push(bps_lane *, uint32_t, bps_entry *)
     int bps_lane_pop(bps_lane *, uint32_t, bps_entry *)
     uint32_t bps_lane_capacity(bps_lane *, uint64_t)
@@ -46,7 +47,6 @@ cdef extern from "board.h" nogil:
         uint32_t magic, state, n_words
     enum: BPS_BOARD_MAGIC, BPS_BOARD_HEADER, BPS_BOARD_STRIDE, BPS_REASON_OFFSET, BPS_REASON_NBYTES, BPS_MAX_PARTS
     uint32_t *bps_board_word(void *, uint32_t)
-    uint64_t *bps_board_time(uint32_t *)
     int bps_reached(uint32_t, uint32_t)
 
 cdef extern from "record.h" nogil:
@@ -55,7 +55,7 @@ cdef extern from "record.h" nogil:
     struct bps_trace:
         bps_record *records
         uint64_t capacity, used
-    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
+    enum: BPS_COPY_IN, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
     int bps_trace_open(bps_trace *, uint64_t, uint32_t, uint32_t)
     void bps_record_add(bps_trace *, int, int, uint32_t, uint32_t, uint64_t, uint64_t, uint64_t)
 
@@ -95,3 +95,8 @@ cdef extern from "pipelined_transfer.h" nogil:
         uint32_t part
     enum: BPS_DIFFERENT, BPS_FINGERPRINT
     int bps_pipelined_transfer(bps_port *, const bps_chunk *, uint32_t, uint32_t, uint32_t *, uint32_t *, uint64_t)
+
+
+cdef inline bytes trace_bytes(const bps_trace *trace):
+    """Return the records so far (`record.h`)."""
+    return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))

@@ -10,12 +10,11 @@
  * taken, the receive queue in doubt only where the opcode says so.
  *
  * Locks: `bps_cq.lock` guards the list of pairs, spans a poll and its account, and is taken first. `bps_pair.lock`
- * guards one pair's two queues and its failure, and spans the call into the provider, so that records stand in the order
- * of the device's queue; once the pair is in no list, its owner alone has it. `bps_cq.pending` is atomic. Neither lock is
- * ever waited for with the GIL held, as a poll may be long.
+ * guards one pair's two queues and its failure, and spans the call into the provider, so that records stand in the
+ * order of the device's queue; once the pair is in no list, its owner alone has it. `bps_cq.pending` is atomic. Neither
+ * lock is ever waited for with the GIL held, as a poll may be long.
  */
-#ifndef BPS_WORK_H
-#define BPS_WORK_H
+#pragma once
 
 #include "verbs.h"
 
@@ -196,5 +195,3 @@ static inline int bps_cq_poll(struct bps_cq *cq, struct bps_ibv_cq *ibv_cq, int 
     pthread_mutex_unlock(&cq->lock);
     return taken;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Workers: the engine's threads, which sum, compress or decode a part that is complete. Kernels run outside the lock.
  */
-#ifndef BPS_WORKERS_H
-#define BPS_WORKERS_H
+#pragma once
 
 #include <stdio.h>
 
@@ -76,8 +75,8 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
     int before = bps_collect(core, part, in, 0, part->n_before, foreign_nbytes, 0);
     int local = bps_collect(core, part, in, part->n_before, part->n_local, part->nbytes, before);
     int total = bps_collect(core, part, in, part->n_before + part->n_local, part->n_after, foreign_nbytes, local);
-    int is_far = part->is_far && part->owned && !part->to_wire; /* else it leaves this machine at once */
-    int nontemporal = is_far || part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
+    int nontemporal = part->nbytes >= core->nontemporal_nbytes, status = BPS_CODED;
+    nontemporal |= part->is_nontemporal && part->owned && !part->to_wire; /* else it leaves this machine at once */
     if (total < 0) {
         bps_park(core, index);
         return;
@@ -120,12 +119,12 @@ static inline void bps_wake_workers(struct bps_core *core, int n)
 {
     cpu_set_t empty = core->cpus.all;
     for (int i = 0; core->cpus.few && i < core->n_workers; i++)
-        if (core->workers[i].seat.cpu >= 0)
-            CPU_CLR(core->workers[i].seat.cpu, &empty);
+        if (core->workers[i].cpu_use.cpu >= 0)
+            CPU_CLR(core->workers[i].cpu_use.cpu, &empty);
     for (int i = 0; core->cpus.few && CPU_COUNT(&empty) != 0 && i < core->n_workers; i++) {
         struct bps_worker *worker = &core->workers[i];
-        if (worker->seat.sleeps)
-            bps_allow(&worker->seat, worker->thread, &empty);
+        if (worker->cpu_use.sleeps)
+            bps_allow(&worker->cpu_use, worker->thread, &empty);
     }
     bps_ring_doorbell(core->doorbell, n);
 }
@@ -138,7 +137,7 @@ static void *bps_work(void *argument)
     for (;;) {
         uint32_t seen = bps_load(&core->doorbell->rings);
         pthread_mutex_lock(&core->lock);
-        bps_take_seat(&worker->seat, &core->cpus);
+        bps_thread_works(&worker->cpu_use, &core->cpus);
         bps_drain(core);
         while (core->heap.used != 0 && !core->frozen && !core->stopping) {
             if (is_awake) { /* until now whoever pushed meanwhile called nobody: one partition needs one thread */
@@ -154,7 +153,7 @@ static void *bps_work(void *argument)
             bps_drain(core);
         }
         int stopping = core->stopping;
-        bps_leave_seat(&worker->seat);
+        bps_thread_rests(&worker->cpu_use);
         pthread_mutex_unlock(&core->lock);
         if (stopping) {
             if (is_awake)
@@ -165,5 +164,3 @@ static void *bps_work(void *argument)
         is_awake = bps_await_doorbell_awake(core->doorbell, is_awake, seen, core->awake_ns, BPS_SLEEP_NS);
     }
 }
-
-#endif

@@ -24,7 +24,7 @@ from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import copy
-from bpsfast.trainer.chunk_descriptors import is_worth, n_slots
+from bpsfast.trainer.chunk_descriptors import is_worth, n_at_once
 
 _PREFIX, _PAST = "memory of ", ", past caches"
 Array = np.ndarray[Any, Any]
@@ -176,7 +176,7 @@ class StagedSums:
         self._memory, self._n, self._turn, self._sum = memory, nbytes // 4, 0, _kernel()
         self._stream_nbytes = 0 if past else nbytes + 1
         n_pieces = -(-self._n // _PIECE)
-        self._window = (n_slots(memory.size) if is_worth(n_pieces, memory.size) else n_pieces) * _PIECE
+        self._window = (n_at_once(memory.size) if is_worth(n_pieces, memory.size) else n_pieces) * _PIECE
         self._stride = n_pieces * _PIECE
         self.n_shared = memory.size * self._window + 2 * self._stride
         self._chunks: tuple[list[_Chunk], list[_Chunk]] = [], []

@@ -1,4 +1,4 @@
-"""Network addresses: this machine's own, those of routes, and whether the scheduler's address can be reached."""
+"""Find this machine's network addresses, also by route, and tell whether the scheduler's address can be reached."""
 from __future__ import annotations
 
 import ipaddress
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 from ..orchestration.errors import ConfigError, StallError
-from ..orchestration.host_lookup import Lookup, is_address, resolve
+from ..orchestration.host_lookup import HostLookup, is_address, resolve
 from .settings import Settings
 
 _log = logging.getLogger("bpsfast.reach")
@@ -17,7 +17,7 @@ _TIMEOUT_S = 2.0
 _AGAIN_S = 0.5
 #: An address for documentation (RFC 5737): its route is the default route. Nothing is sent there.
 _ANYWHERE = "192.0.2.1"
-#: Names that are looked up at the same time.
+#: Names that are looked up in parallel.
 _N_LOOKUPS = 64
 #: What gloo's and NCCL's variables accept beside a name: `^` (all but), `=` (exactly), a list, a port.
 _OF_A_LIST = re.compile(r"[\^=,:\s]")
@@ -31,11 +31,12 @@ def format_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether *host* can be reached from this machine only."""
+    """Tell whether the name or address *host* can be reached from this machine only."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() in _LOOPBACK_NAMES
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def unreachable_hint(host: str, port: int) -> str:
@@ -121,7 +122,7 @@ def local_hosts_among(hosts: Iterable[str]) -> set[str]:
         else:
             unknown.append(host)
     for begin in range(0, len(unknown), _N_LOOKUPS):
-        lookups = {host: Lookup(host) for host in unknown[begin:begin + _N_LOOKUPS]}
+        lookups = {host: HostLookup(host) for host in unknown[begin:begin + _N_LOOKUPS]}
         for host, lookup in lookups.items():
             try:
                 lookup.address(until_s - time.monotonic())
@@ -170,8 +171,7 @@ def job_route_source(host: str, timeout_s: float) -> str:
     except OSError as exc:
         raise ConfigError(
             f"no route to the scheduler's host {host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
-            "machine's own address with BPSFAST_NODE_HOST"
-        ) from exc
+            "machine's own address with BPSFAST_NODE_HOST") from exc
     return default_route_host() or source if is_loopback(source) and not is_loopback(host) else source
 
 

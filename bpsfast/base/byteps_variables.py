@@ -1,6 +1,6 @@
-"""BytePS's and ps-lite's environment variables as settings, so that programs for BytePS start unchanged.
+"""Reads BytePS's and ps-lite's environment variables as settings, so that programs for BytePS start unchanged.
 
-`ALIASES` maps each of them to a setting, `launch.environments` reads `ROLE_VARIABLES`, `NO_EFFECT` has the reason why a
+`ALIASES` maps variables to settings, `launch.environments` reads `ROLE_VARIABLES`, `NO_EFFECT` has the reason why a
 variable changes nothing. A log line gives the new names.
 """
 from __future__ import annotations
@@ -15,14 +15,18 @@ _log = logging.getLogger("bpsfast.settings")
 _told: set[str] = set()
 
 
-class Alias(NamedTuple):
-    """The setting that a BytePS variable sets; `value(text, environ, values)` returns its value, None for "no effect".
+#: (text of the variable, environment, settings read so far) -> value of the setting, None for "no effect".
+_Reader = Callable[[str, Mapping[str, str], Mapping[str, Any]], Any]
 
-    `values` are the settings read so far, in the order of the table.
+
+class Alias(NamedTuple):
+    """The setting that a BytePS variable sets, and how its value follows from the variable: by default it is the same.
+
+    Settings are read in the order of the table.
     """
 
     setting: str
-    value: Callable[[str, Mapping[str, str], Mapping[str, Any]], Any]
+    value: _Reader = lambda text, environ, values: text
 
 
 class Translated(NamedTuple):
@@ -30,10 +34,6 @@ class Translated(NamedTuple):
 
     variable: str
     value: Any
-
-
-def _same(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    return text
 
 
 def _scheduler(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
@@ -44,106 +44,83 @@ def _scheduler(text: str, environ: Mapping[str, str], values: Mapping[str, Any])
 
 
 def _credit(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int | None:
-    n_partitions = _number("BYTEPS_SCHEDULING_CREDIT", text)
+    n_partitions = whole_number("BYTEPS_SCHEDULING_CREDIT", text)
     return n_partitions * values["partition_bytes"] if n_partitions > 0 else None
 
 
-def _hash(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    return f"hash:{text}"
-
-
 def _switch_size(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int:
-    size = _number("BYTEPS_PCIE_SWITCH_SIZE", text)
+    size = whole_number("BYTEPS_PCIE_SWITCH_SIZE", text)
     if size < 1:
         raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE = {text!r}: a switch has one GPU or more")
     return size
 
 
-def _rdma(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    return "rdma" if text in ("1", "ibverbs") else None
-
-
-def _trace(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    return (environ.get("BYTEPS_TRACE_DIR") or "./trace") if text != "0" else None
-
-
-def _step(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    return text if values["trace_dir"] else None
-
-
-def _default_step(step: str) -> Callable[[str, Mapping[str, str], Mapping[str, Any]], str | None]:
-    return lambda text, environ, values: step if text != "0" else None
-
-
-def _level(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    levels = {"TRACE": "DEBUG", "DEBUG": "DEBUG", "INFO": "INFO", "ERROR": "ERROR", "FATAL": "CRITICAL"}
-    return levels.get(text.upper(), "WARNING")
-
-
 def _verbose(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    level = _number("PS_VERBOSE", text)
+    level = whole_number("PS_VERBOSE", text)
     return None if level <= 0 else "INFO" if level == 1 else "DEBUG"
 
 
-def _positive(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    return None if text.strip() == "0" else text
-
-
-def _cpus(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    return None if text.strip() == "-1" else text
-
-
-def _number(variable: str, text: str) -> int:
+def whole_number(variable: str, text: str) -> int:
+    """Return the whole number *text*, the value of *variable*; raise `ConfigError` if it is none."""
     try:
         return int(text)
     except ValueError:
         raise ConfigError(f"{variable} = {text!r} is no whole number") from None
 
 
+def _unless(nothing: str, value: str = "") -> _Reader:
+    """Return a reader: no effect for the text *nothing*, else *value*, or the text if that is empty."""
+    return lambda text, environ, values: None if text.strip() == nothing else value or text
+
+
+_LEVELS = {"TRACE": "DEBUG", "DEBUG": "DEBUG", "INFO": "INFO", "ERROR": "ERROR", "FATAL": "CRITICAL"}
+
 #: Variable -> setting; of two variables for one setting, the first one that is set counts.
 ALIASES: dict[str, Alias] = {
     "DMLC_PS_ROOT_URI": Alias("scheduler", _scheduler),
-    "DMLC_NUM_WORKER": Alias("num_nodes", _same),
-    "DMLC_NUM_SERVER": Alias("num_servers", _same),
-    "DMLC_WORKER_ID": Alias("node_index", _same),
-    "DMLC_NODE_HOST": Alias("node_host", _same),
-    "DMLC_INTERFACE": Alias("interface", _same),
-    "BYTEPS_LOCAL_RANK": Alias("local_rank", _same),
-    "BYTEPS_LOCAL_SIZE": Alias("local_size", _same),
-    "BYTEPS_PARTITION_BYTES": Alias("partition_bytes", _same),
-    "BYTEPS_MIN_COMPRESS_BYTES": Alias("min_compress_bytes", _same),
+    "DMLC_NUM_WORKER": Alias("num_nodes"),
+    "DMLC_NUM_SERVER": Alias("num_servers"),
+    "DMLC_WORKER_ID": Alias("node_index"),
+    "DMLC_NODE_HOST": Alias("node_host"),
+    "DMLC_INTERFACE": Alias("interface"),
+    "BYTEPS_LOCAL_RANK": Alias("local_rank"),
+    "BYTEPS_LOCAL_SIZE": Alias("local_size"),
+    "BYTEPS_PARTITION_BYTES": Alias("partition_bytes"),
+    "BYTEPS_MIN_COMPRESS_BYTES": Alias("min_compress_bytes"),
     "BYTEPS_SCHEDULING_CREDIT": Alias("credit_bytes", _credit),
-    "BYTEPS_SERVER_ENGINE_THREAD": Alias("engine_threads", _same),
-    "BYTEPS_KEY_HASH_FN": Alias("placement", _hash),
+    "BYTEPS_SERVER_ENGINE_THREAD": Alias("engine_threads"),
+    "BYTEPS_KEY_HASH_FN": Alias("placement", lambda text, environ, values: f"hash:{text}"),
     "BYTEPS_PCIE_SWITCH_SIZE": Alias("pcie_switch_size", _switch_size),
-    "BYTEPS_REDUCE_ROOTS": Alias("reduce_roots", _same),
-    "DMLC_ENABLE_RDMA": Alias("transport", _rdma),
-    "BYTEPS_ENABLE_IPC": Alias("allow_shm", _same),
-    "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
-    "BYTEPS_TRACE_START_STEP": Alias("trace_first_step", _step),
-    "BYTEPS_TRACE_END_STEP": Alias("trace_last_step", _step),
-    "BYTEPS_NUMA_ON": Alias("numa", _same),
-    "BYTEPS_VISIBLE_CPU_CORES": Alias("rank_cpus", _same),
-    "BYTEPS_NUMA_DEFAULT_QUOTA": Alias("rank_cores", _same),
-    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores", _same),  # BytePS's root does what the node does here
-    "BYTEPS_CPU_BLACKLIST": Alias("avoid_cpus", _cpus),
-    "BYTEPS_MULTITHREADED_CPU": Alias("whole_cores", _same),
-    "BYTEPS_ENABLE_ASYNC": Alias("async_training", _same),
-    "BYTEPS_LOG_LEVEL": Alias("log_level", _level),
+    "BYTEPS_REDUCE_ROOTS": Alias("reduce_roots"),
+    "DMLC_ENABLE_RDMA": Alias("transport", lambda text, environ, values: "rdma" if text in ("1", "ibverbs") else None),
+    "BYTEPS_ENABLE_IPC": Alias("allow_shm"),
+    "BYTEPS_TRACE_ON": Alias("trace_dir", lambda text, environ, values: None if text.strip() == "0" else (
+        environ.get("BYTEPS_TRACE_DIR") or "./trace")),
+    "BYTEPS_TRACE_START_STEP": Alias(
+        "trace_first_step", lambda text, environ, values: text if values["trace_dir"] else None),
+    "BYTEPS_TRACE_END_STEP": Alias(
+        "trace_last_step", lambda text, environ, values: text if values["trace_dir"] else None),
+    "BYTEPS_NUMA_ON": Alias("numa"),
+    "BYTEPS_VISIBLE_CPU_CORES": Alias("rank_cpus"),
+    "BYTEPS_NUMA_DEFAULT_QUOTA": Alias("rank_cores"),
+    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores"),  # BytePS's root does what the node does here
+    "BYTEPS_CPU_BLACKLIST": Alias("avoid_cpus", _unless("-1")),
+    "BYTEPS_MULTITHREADED_CPU": Alias("whole_cores"),
+    "BYTEPS_ENABLE_ASYNC": Alias("async_training"),
+    "BYTEPS_LOG_LEVEL": Alias("log_level", lambda text, environ, values: _LEVELS.get(text.upper(), "WARNING")),
     "PS_VERBOSE": Alias("log_level", _verbose),
-    "PS_HEARTBEAT_INTERVAL": Alias("heartbeat_s", _positive),
-    "PS_HEARTBEAT_TIMEOUT": Alias("lease_s", _positive),
+    "PS_HEARTBEAT_INTERVAL": Alias("heartbeat_s", _unless("0")),
+    "PS_HEARTBEAT_TIMEOUT": Alias("lease_s", _unless("0")),
 }
 
 #: Further settings of a variable, unless another one sets them: BytePS's own defaults.
 IMPLIED: dict[str, tuple[Alias, ...]] = {
-    "BYTEPS_TRACE_ON": (Alias("trace_first_step", _default_step("10")), Alias("trace_last_step", _default_step("20"))),
+    "BYTEPS_TRACE_ON": (Alias("trace_first_step", _unless("0", "10")), Alias("trace_last_step", _unless("0", "20"))),
 }
 
 #: Read elsewhere: by `launch.environments`, or together with one of the above.
 ROLE_VARIABLES = frozenset({
-    "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR",
-})
+    "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR"})
 
 #: Variables that ask for something bpsfast does not do: a warning is logged.
 NOT_OBEYED = {

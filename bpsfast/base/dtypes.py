@@ -1,24 +1,21 @@
-"""The element types that travel and are summed: one table, one name each.
+"""The table of the dtypes that bpsfast sums, each with its name and its accumulator.
 
-A *wire dtype* is what lies in a segment and on a wire; its *accumulator* is what additions are made in
-(design: f16, bf16 and f32 accumulate in f32, f64 in f64, integers in their own width modulo 2^w).
-Importing this module compiles nothing and needs no numba.
+A *wire dtype* is what lies in a segment and on a wire; its *accumulator* is what additions are made in: float32 for
+float16, bfloat16 and float32, float64 for itself, integers in their own width w modulo 2^w. Importing this module
+compiles nothing and needs no numba.
 """
-
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from bpsfast.orchestration.errors import UnsupportedError
+from ..orchestration.errors import UnsupportedError
 
 
-@dataclass(frozen=True)
-class WireDtype:
-    """Describe one element type; *numpy* and *accumulator* are NumPy dtypes in native byte order."""
+class WireDtype(NamedTuple):
+    """One dtype; *numpy* and *accumulator* are NumPy dtypes in native byte order."""
 
     name: str
     numpy: np.dtype[Any]
@@ -27,29 +24,18 @@ class WireDtype:
     accumulator: np.dtype[Any]
 
 
-def _row(name: str, scalar: Any, accumulator: Any, is_float: bool) -> WireDtype:
-    dtype = np.dtype(scalar)
-    return WireDtype(name, dtype, dtype.itemsize, is_float, np.dtype(accumulator))
+NAMES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")
+_HALVES = ("float16", "bfloat16")
 
 
-TABLE: dict[str, WireDtype] = {
-    row.name: row
-    for row in (
-        _row("float32", np.float32, np.float32, True),
-        _row("float64", np.float64, np.float64, True),
-        _row("float16", np.float16, np.float32, True),
-        _row("bfloat16", ml_dtypes.bfloat16, np.float32, True),
-        _row("int8", np.int8, np.int8, False),
-        _row("int16", np.int16, np.int16, False),
-        _row("int32", np.int32, np.int32, False),
-        _row("int64", np.int64, np.int64, False),
-        _row("uint8", np.uint8, np.uint8, False),
-    )
-}
+def _row(name: str) -> WireDtype:
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    accumulator = np.dtype(np.float32) if name in _HALVES else dtype
+    return WireDtype(name, dtype, dtype.itemsize, dtype.kind not in "iu", accumulator)
 
-NAMES = tuple(TABLE)
 
-_NAME_OF = {row.numpy: row.name for row in TABLE.values()}
+TABLE = {name: _row(name) for name in NAMES}
+_NAME_OF = {row.numpy: name for name, row in TABLE.items()}
 
 
 def lookup(name: str) -> WireDtype:
@@ -63,8 +49,8 @@ def lookup(name: str) -> WireDtype:
 def wire_name(dtype_like: Any) -> str:
     """Return the wire name of a NumPy dtype, a scalar type, a dtype name, or an object with ``.dtype``.
 
-    Raises `UnsupportedError` for everything else. A plain uint16 is refused, never read as bfloat16:
-    view such an array as ``ml_dtypes.bfloat16`` first, if that is what its bits are.
+    Raises `UnsupportedError` for everything else. A plain uint16 is refused, never read as bfloat16: view such an array
+    as ``ml_dtypes.bfloat16`` first, if that is what its bits are.
     """
     if isinstance(dtype_like, str) and dtype_like in TABLE:
         return dtype_like
@@ -82,7 +68,7 @@ def wire_name(dtype_like: Any) -> str:
 
 
 def _describe(dtype: np.dtype[Any]) -> str:
-    """Say what is wrong with *dtype* where the name alone would not."""
+    """Return the name of *dtype*, and why it is unsupported where the name alone does not tell."""
     if dtype == np.dtype(np.uint16):
         return "uint16 (if these are bfloat16 bits: x.view(ml_dtypes.bfloat16))"
     if not dtype.isnative:

@@ -1,11 +1,10 @@
-"""Encryption of data connections: which are encrypted (setting encryption), and the keys of each direction.
+"""Decides which data connections are encrypted (setting encryption), and derives the keys of both directions.
 
-Both follow from the job's key and the connection's nonces (`security.HandshakeResult`): nothing more is exchanged.
-Who learns the job's key later, and has recorded the bytes, can read them: no forward secrecy (SECURITY.md).
+The keys follow from the job's key and the connection's nonces (`security.HandshakeResult`): nothing more is exchanged.
+An attacker who has recorded the bytes and later learns the job's key can read them: no forward secrecy (SECURITY.md).
 """
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 from enum import Enum
@@ -13,11 +12,12 @@ from enum import Enum
 from ..orchestration.errors import ConfigError
 from ..orchestration.security import direction_key
 from ..pyx.seal import Seal, load
+from .addresses import is_loopback
 from .settings import Settings
 
 
 class Encryption(Enum):
-    """Which tcp connections are encrypted. Both ends decide alike, and refuse a connection on which they do not."""
+    """Which tcp connections are encrypted. Both ends decide by one rule, and refuse a connection if they differ."""
 
     NONE = "none"
     BETWEEN_MACHINES = "between machines"
@@ -25,7 +25,7 @@ class Encryption(Enum):
 
     @classmethod
     def of(cls, settings: Settings) -> Encryption:
-        """Return what *settings* ask for. `ALL` leaves no place for RDMA, `BETWEEN_MACHINES` does."""
+        """Return what *settings* ask for. `ALL` excludes RDMA, `BETWEEN_MACHINES` does not."""
         if settings.encryption == "auto":
             return cls.NONE if settings.insecure else cls.BETWEEN_MACHINES
         return cls.ALL if settings.encryption == "on" else cls.NONE
@@ -37,16 +37,6 @@ class Encryption(Enum):
         return self is Encryption.ALL or not is_loopback(sock.getsockname()[0])
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether *host* is an address that only this machine reaches; names are not."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
 @dataclass(frozen=True)
 class Seals:
     """Both directions of one connection: what goes out, and what comes in."""
@@ -56,7 +46,7 @@ class Seals:
 
 
 def seals_of(secret: bytes, *, dialled: bool) -> Seals:
-    """Return the seals of the connection with *secret*, which this side has *dialled* or accepted."""
+    """Return the seals of the connection with *secret*, which this side has *dialled*, or else accepted."""
     ours, theirs = ("dialler", "acceptor") if dialled else ("acceptor", "dialler")
     return Seals(Seal(direction_key(secret, ours), closes=True), Seal(direction_key(secret, theirs), closes=False))
 

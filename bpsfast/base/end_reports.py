@@ -1,8 +1,8 @@
-"""What ranks report about their ends, so that the launcher finds the process that failed first.
+"""Lets ranks and nodes report the stages of their end, so that the launcher finds the process that failed first.
 
 Their output is not enough: an exception may be caught, chained or printed nowhere, and a rank that failed first may
-take longest to end. So the launcher (`launch.processes.LocalProcesses`) keeps a memory file, which each process finds
-by its environment. bpsfast appends a line to it with one of `WORDS`:
+take longest to end. So the launcher (`launch.processes.LocalProcesses`) has a memory file, which each process finds by
+its environment. bpsfast appends a line to it with one of `WORDS`:
 
     attached  (a node) the first rank has attached to it
     joined    it has joined a job

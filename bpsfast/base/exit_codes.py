@@ -1,7 +1,6 @@
 """The exit codes of all commands, daemons and launchers, and what they mean.
 
-A launcher of user programs ends with the code of one of them; its own codes are those of the shell, `timeout` and
-`ssh`.
+A launcher of user programs ends with the code of one of them; its own codes are those of shells, timeout(1) and ssh.
 """
 from __future__ import annotations
 
@@ -16,24 +15,12 @@ from typing import Any
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, LackingError, PeerLostError, StallError
 from . import logs
 
-OK = 0
-#: A check failed, or the error has no code of its own.
-FAILED = 1
-#: Wrong options or settings, as in click.
-USAGE = 2
-#: The machine lacks what the command needs: a device, a library, a permission.
-ENVIRONMENT = 3
-TIMEOUT = 4
-#: Helper: its job goes on without it.
-LEFT_BEHIND = 5
-#: Daemon: another process of the job failed and ended it.
-ABORTED = 6
-#: Launcher: the job did not end in time, as timeout(1).
-JOB_TIMEOUT = 124
-#: Launcher: a program cannot be executed, or does not exist, as in shells.
-NOT_EXECUTABLE, NOT_FOUND = 126, 127
-#: Launcher: a process was lost with its host, as ssh.
-LOST_HOST = 255
+_log = logging.getLogger("bpsfast")
+
+#: `WORDS` has the meanings; 2 is click's code, too.
+OK, FAILED, USAGE, ENVIRONMENT, TIMEOUT, LEFT_BEHIND, ABORTED = range(7)
+#: Of `bpsfast run` (`WORDS_OF_RUN`), as of timeout(1), shells, and ssh.
+JOB_TIMEOUT, NOT_EXECUTABLE, NOT_FOUND, LOST_HOST = 124, 126, 127, 255
 
 WORDS = {
     OK: "all is well",
@@ -73,22 +60,17 @@ def code_of(error: Exception) -> int:
         return USAGE
     if isinstance(error, StallError | TimeoutError):
         return TIMEOUT
-    lacking = isinstance(error, CapacityError) or (isinstance(error, OSError) and not isinstance(error, BpsError))
-    return ENVIRONMENT if lacking else FAILED
+    is_lack = isinstance(error, CapacityError) or (isinstance(error, OSError) and not isinstance(error, BpsError))
+    return ENVIRONMENT if is_lack else FAILED
 
-__all__ = ["ENVIRONMENT", "FAILED", "OK", "TIMEOUT", "USAGE", "WORDS", "WORDS_OF_RUN", "code_of", "exit_on_error",
-           "words_of"]
-
-_log = logging.getLogger("bpsfast")
 
 
 def exit_on_error(function: Callable) -> Callable:
     """Print an error of a command as one line without a traceback, and exit with its code.
 
-    With ``log_format=json`` the line is a log record. With the option ``--json`` (parameter ``as_json``) standard
-    output gets ``{"error": ...}`` as well.
+    With ``log_format=json`` the line is a log record. With the option ``--json`` (parameter *as_json*, or *form* of
+    `output.options`) standard output gets ``{"error": ...}`` as well.
     """
-
     import click  # ranks import this module, too, and need no command line
 
     @functools.wraps(function)
@@ -98,7 +80,7 @@ def exit_on_error(function: Callable) -> Callable:
         except (BpsError, OSError) as exc:
             if isinstance(exc, BrokenPipeError):
                 raise  # standard output was closed (`| head`): click exits quietly
-            if kwargs.get("as_json"):
+            if kwargs.get("as_json") or getattr(kwargs.get("form"), "as_json", False):
                 click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": str(exc)}}))
             if logs.is_json():
                 logs.configure("ERROR")

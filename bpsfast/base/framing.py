@@ -22,16 +22,9 @@ M = TypeVar("M")
 class Frames(Generic[M]):
     """Packs messages into frames, and cuts bytes that have arrived into messages. No I/O; not thread-safe.
 
-    Parameters
-    ----------
-    decode
-        Turns the bytes of a frame into a message.
-    source, hint
-        Name the sender in errors, and the likely cause.
-    max_nbytes
-        Longer messages are refused as soon as they are announced.
-    tag_bits
-        How many of the word's highest bits are a tag.
+    *decode* turns the bytes of a frame into a message. Errors name the sender, *source*, and the likely cause, *hint*.
+    Messages longer than *max_nbytes* are refused as soon as they are announced. The *tag_bits* highest bits of the word
+    are a tag.
     """
 
     def __init__(self, decode: Callable[[bytes], M], source: str, hint: str = "",
@@ -60,14 +53,11 @@ class Frames(Generic[M]):
     def next(self) -> M | None:
         """Return the next message; None if it has not arrived whole.
 
-        Raises
-        ------
-        ProtocolError
-            It is too long, or no message: nothing more can be read from this stream.
+        Raises `ProtocolError` if it is too long, or no message: nothing more can be read from this stream.
         """
         if len(self._buffer) < _WORD.size:
             return None
-        word = _WORD.unpack_from(self._buffer)[0]
+        (word,) = _WORD.unpack_from(self._buffer)
         nbytes = word & (1 << self._length_bits) - 1
         if nbytes > self.max_nbytes:  # before it arrives, so that this process need not hold it
             raise ProtocolError(f"{self._source} announces {nbytes} bytes, at most {self.max_nbytes} are taken"

@@ -1,4 +1,4 @@
-"""A first-fit free list: runs of free bytes in a segment, which join when neighbours are freed. No I/O."""
+"""First-fit free list: allocates bytes of a segment, and joins neighbouring free runs. No I/O."""
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -32,13 +32,7 @@ class FreeList:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Free the *nbytes* at *offset*.
-
-        Raises
-        ------
-        ValueError
-            If some of them are free already.
-        """
+        """Free the *nbytes* at *offset*. Raises `ValueError` if some of them are free already."""
         end = offset + nbytes
         i = bisect_left(self._begins, offset)
         if (i and self._ends[i - 1] > offset) or (i < len(self._begins) and self._begins[i] < end):

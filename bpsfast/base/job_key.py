@@ -1,4 +1,4 @@
-"""The secret key of a job: the given one, or one derived from this user's secret on this machine.
+"""Determines the secret key of a job: the given one, or one derived from this user's secret on this machine.
 
 Ranks of a job on one machine (torchrun, mpirun, a Slurm step, BytePS's variables) share nothing that other users of the
 machine cannot see: a port, or the process that started them. So `machine_secret` keeps a secret in a file that only

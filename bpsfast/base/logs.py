@@ -1,4 +1,4 @@
-"""The format of bpsfast's log, on standard error unless the program has configured logging itself.
+"""Formats bpsfast's log, and shows it on standard error unless the program has configured logging itself.
 
 Two formats (the setting ``log_format``). Text: time (local, with its offset), process, job, role, level, message:
 
@@ -17,7 +17,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 _handler: logging.Handler | None = None
 
@@ -105,23 +104,17 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the lines, or the one of JSON, for *record*."""
         if self.form == "json":
-            return json.dumps(self._object(record), ensure_ascii=False, default=str)
+            found = {"ts": time_of(record.created), "level": record.levelname, "logger": record.name,
+                     "pid": record.process, **identity(self.who), "job": self.job(), "message": record.getMessage()}
+            if record.exc_info:
+                found["exception"] = self.formatException(record.exc_info)
+            return json.dumps(found, ensure_ascii=False, default=str)
         who = f"bpsfast {self.who}" if self.who else "bpsfast"
         return (f"{time_of(record.created)} pid={record.process} job={self.job()[:_TEXT_JOB_LENGTH] or '-'} {who} "
                 f"{record.levelname}: {super().format(record)}")
 
-    def _object(self, record: logging.LogRecord) -> dict[str, Any]:
-        found: dict[str, Any] = {"ts": time_of(record.created), "level": record.levelname, "logger": record.name,
-                                 "pid": record.process, **identity(self.who), "job": self.job(),
-                                 "message": record.getMessage()}
-        if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return found
-
 
 _formatter = _Formatter()
-
-
 _PAUSE_S = 1.0
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from ..orchestration import messages
 from ..orchestration.errors import PeerLostError, ProtocolError, StallError
 from .framing import Frames
+from .resources import Closing, is_ready
 
 _FD_BITS = 4
 #: No message is longer, and none comes with more descriptors.
@@ -50,17 +51,12 @@ def decode_local(data: bytes) -> messages.Message:
     return messages.decode(data, "local")
 
 
-def connect(
-    name: bytes, timeout_s: float, decode: Callable[[bytes], messages.Message] = decode_local
-) -> MessageSocket:
+def connect(name: bytes, timeout_s: float,
+            decode: Callable[[bytes], messages.Message] = decode_local) -> MessageSocket:
     """Connect to the socket *name*, trying again until a process listens there.
 
-    Raises
-    ------
-    StallError
-        If no process listened within *timeout_s* seconds.
-    ProtocolError
-        If another user's process listens: once a node has ended, any process may take its name.
+    Raises `StallError` if no process listened within *timeout_s* seconds. `ProtocolError` if another user's process
+    listens: once a node has ended, any process may take its name.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -81,10 +77,9 @@ def connect(
             raise
         if time.monotonic() >= deadline:
             shown = name.lstrip(b"\0").decode()
-            raise StallError(
-                f"no node listened on the local socket @{shown} within {timeout_s:g} s: the node process of this "
-                "machine was not started, has died, or was given another scheduler, job key or node_id"
-            )
+            raise StallError(f"no node listened on the local socket @{shown} within {timeout_s:g} s: the node process "
+                             "of this machine was not started, has died, or was given another scheduler, job key or "
+                             "node_id")
         time.sleep(0.02)
 
 
@@ -94,26 +89,19 @@ def peer_uid(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class MessageSocket:
+class MessageSocket(Closing):
     """One end of a connected Unix stream socket. Owns the socket, and descriptors that were not handed out yet.
 
     Any thread may send; one thread at a time may receive. The socket becomes non-blocking: no call waits longer than
     its timeout.
 
-    Parameters
-    ----------
-    sock
-        A connected AF_UNIX stream socket.
-    decode
-        Turns a frame's bytes into a message; the default reads `messages.LocalMessage`.
-    frame_max_nbytes
-        Longer messages are refused; smaller than the default for peers that are not authenticated.
+    *sock* is a connected AF_UNIX stream socket. *decode* turns a frame's bytes into a message; the default reads
+    `messages.LocalMessage`. Messages longer than *frame_max_nbytes* are refused; it is smaller than the default for
+    peers that are not authenticated.
     """
 
-    def __init__(
-        self, sock: socket.socket, decode: Callable[[bytes], messages.Message] = decode_local,
-        frame_max_nbytes: int = MAX_NBYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, decode: Callable[[bytes], messages.Message] = decode_local,
+                 frame_max_nbytes: int = MAX_NBYTES) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._frames = Frames(decode, "a local message", "", frame_max_nbytes, _FD_BITS)
@@ -157,15 +145,9 @@ class MessageSocket:
             self._flush()
 
     def send(self, message: messages.Message, fds: Sequence[int] = (), timeout_s: float = 30.0) -> None:
-        """Send *message* and the descriptors *fds*, and return when the kernel has taken all of it. Others may `post`
-        meanwhile.
+        """Send *message* and the descriptors *fds*; return when the kernel has taken all. Others may `post` meanwhile.
 
-        Raises
-        ------
-        StallError
-            If the other end did not read for *timeout_s* seconds.
-        PeerLostError
-            If the other end is closed.
+        Raises `StallError` if the other end did not read for *timeout_s* seconds, `PeerLostError` if it is closed.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -176,11 +158,9 @@ class MessageSocket:
                 self._flush()
                 if self._n_taken >= number:
                     return
-            if not _wait(self._sock, select.POLLOUT, deadline):
-                raise StallError(
-                    f"process {self.peer[0]} did not read its local channel for {timeout_s:g} s "
-                    f"while {type(message).__name__} was being sent"
-                )
+            if not is_ready(self._sock, deadline - time.monotonic(), select.POLLOUT):
+                raise StallError(f"process {self.peer[0]} did not read its local channel for {timeout_s:g} s while "
+                                 f"{type(message).__name__} was being sent")
 
     def flush(self) -> bool:
         """Send what the socket takes now; return whether nothing is left."""
@@ -190,12 +170,7 @@ class MessageSocket:
     def recv(self, timeout_s: float) -> tuple[messages.Message, tuple[int, ...]]:
         """Return the next message and its descriptors, which now belong to the caller.
 
-        Raises
-        ------
-        StallError
-            If none came within *timeout_s* seconds.
-        PeerLostError
-            If the other end was closed.
+        Raises `StallError` if none came within *timeout_s* seconds, `PeerLostError` if the other end was closed.
         """
         deadline = time.monotonic() + timeout_s
         while not self._ready:
@@ -203,19 +178,15 @@ class MessageSocket:
             if self._ready:
                 break
             self._raise_if_ended()
-            if not _wait(self._sock, select.POLLIN, deadline):
+            if not is_ready(self._sock, deadline - time.monotonic()):
                 raise StallError(f"process {self.peer[0]} sent nothing on its local channel for {timeout_s:g} s")
         return self._ready.popleft()
 
     def recv_nowait(self) -> list[tuple[messages.Message, tuple[int, ...]]]:
         """Return the messages that have arrived, maybe none; at most about 4 MiB per call.
 
-        Raises
-        ------
-        PeerLostError
-            Once, after the last message.
-        ProtocolError
-            If a message is too long, or cannot be read: nothing more can be received.
+        Raises `PeerLostError` once, after the last message. `ProtocolError` if a message is too long, or cannot be
+        read: nothing more can be received.
         """
         self._read()
         found = list(self._ready)
@@ -227,22 +198,11 @@ class MessageSocket:
     def close(self) -> None:
         """Close the socket and all descriptors that were not handed out. Idempotent."""
         self._sock.close()
-        for fd in self._inbox_fds:
+        for fd in [*self._inbox_fds, *(fd for _, fds in self._ready for fd in fds)]:
             os.close(fd)
         self._inbox_fds.clear()
-        for _, fds in self._ready:
-            for fd in fds:
-                os.close(fd)
         self._ready.clear()
         self._outbox.clear()
-
-    def __enter__(self) -> MessageSocket:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    # -- internal -----------------------------------------------------------------------------------------
 
     def _enqueue(self, message: messages.Message, fds: Sequence[int]) -> None:
         if len(fds) > MAX_FDS:
@@ -275,9 +235,8 @@ class MessageSocket:
             if self._ended:
                 return
             try:
-                data, ancillary, flags, _ = self._sock.recvmsg(
-                    _READ_NBYTES, socket.CMSG_SPACE(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC
-                )
+                data, ancillary, flags, _ = self._sock.recvmsg(_READ_NBYTES, socket.CMSG_SPACE(4 * MAX_FDS),
+                                                               socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
@@ -289,9 +248,8 @@ class MessageSocket:
                     fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                     self._inbox_fds.extend(fds)
             if flags & socket.MSG_CTRUNC:
-                raise ProtocolError(
-                    "descriptors of a local message were cut off: this process has no free descriptors (ulimit -n)"
-                )
+                raise ProtocolError("descriptors of a local message were cut off: this process has no free descriptors "
+                                    "(ulimit -n)")
             if not data:
                 self._ended = True
                 return
@@ -307,11 +265,3 @@ class MessageSocket:
     def _raise_if_ended(self) -> None:
         if self._ended:
             raise PeerLostError("the other end of a local channel was closed")
-
-
-def _wait(sock: socket.socket, events: int, deadline: float) -> bool:
-    """Poll *sock* for *events* until *deadline* (monotonic seconds); return whether they came."""
-    poller = select.poll()
-    poller.register(sock, events)
-    remaining_ms = int((deadline - time.monotonic()) * 1000)
-    return bool(poller.poll(max(0, remaining_ms)))

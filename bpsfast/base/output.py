@@ -6,6 +6,7 @@ elsewhere; ``NO_COLOR`` and ``--no-color`` turn them off).
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import msgspec
 
 
 class OutputOptions(NamedTuple):
-    """The values of the shared options; `path` None is standard output."""
+    """The values of the shared options; `path` None is standard output, `color` None: colors on a terminal."""
 
     as_json: bool = False
     as_csv: bool = False
@@ -29,37 +30,31 @@ class OutputOptions(NamedTuple):
 
 
 def options(*, tabular: bool = False) -> Callable[[Callable], Callable]:
-    """Add ``--json``, ``-o`` and ``--no-color`` (*tabular*: ``--csv`` too) to a command; see `form`."""
+    """Add ``--json``, ``-o``, ``--no-color`` and, if *tabular*, ``--csv``; their values are the parameter *form*."""
 
     def decorate(function: Callable) -> Callable:
-        function = click.option("--no-color", is_flag=True, help="Print without colors on a terminal, too.")(function)
-        function = click.option("-o", "--output", "path", type=click.Path(dir_okay=False), metavar="FILE",
-                                help="Write to FILE instead of standard output.")(function)
+        @functools.wraps(function)
+        def with_form(*, as_json: bool, path: str | None, no_color: bool, as_csv: bool = False, **values: Any) -> Any:
+            if as_json and as_csv:
+                raise click.UsageError("--json and --csv: choose one")
+            color = False if no_color or os.environ.get("NO_COLOR") else None
+            return function(form=OutputOptions(as_json, as_csv, path, color), **values)
+
+        decorated = click.option("--no-color", is_flag=True, help="Print without colors on a terminal, too.")(with_form)
+        decorated = click.option("-o", "--output", "path", type=click.Path(dir_okay=False), metavar="FILE",
+                                 help="Write to FILE instead of standard output.")(decorated)
         if tabular:
-            function = click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")(function)
-        return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(function)
+            decorated = click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")(decorated)
+        return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(decorated)
 
     return decorate
-
-
-def form(as_json: bool, path: str | None, no_color: bool, as_csv: bool = False) -> OutputOptions:
-    """Return the values of the shared options."""
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv: choose one")
-    return OutputOptions(as_json, as_csv, path, False if no_color or os.environ.get("NO_COLOR") else None)
 
 
 def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequence[Sequence[Any]] = ()) -> None:
     """Print a result in the form that the options ask for.
 
-    Parameters
-    ----------
-    text
-        Returns the text; called only for text output.
-    data
-        The JSON data: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
-    rows
-        The CSV rows, head first.
+    *text* returns the text, and is called only for text output. *data* is the JSON data: structs, dicts, lists,
+    numbers, text, None; infinite and undefined numbers become null. *rows* are the CSV rows, head first.
     """
     if chosen.as_json:
         content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)

@@ -1,6 +1,6 @@
-"""Identifiers of this machine, its network and PID namespaces, and of processes, for comparison between processes.
+"""Identify this machine, its network and PID namespaces, and processes, for comparison between processes.
 
-The *mark* of a process names what it may leave behind: folders, network namespaces, its children's environment. It is
+The *mark* of a process is in the names of its folders and network namespaces and in its children's environment. It is
 ``<pid>.<start time>.<namespace>``: the start time (clock ticks since boot) tells the process from a later one with the
 same pid; the namespace is this boot and PID namespace, outside which the pid means nothing. From a mark another process
 can tell whether the owner is dead, alive, or unknown here.
@@ -38,8 +38,7 @@ def network_id() -> str:
 @functools.cache
 def pid_namespace_id() -> str:
     """Return an identifier of this boot and PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    words = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    words = f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     return f"{zlib.crc32(words.encode()):08x}"
 
 

@@ -36,7 +36,7 @@ class Change(NamedTuple):
 def read(path: str) -> dict[str, Any]:
     """Return the settings of the file by name, with TOML's types; raises `ConfigError`."""
     try:
-        return _parse(Path(path).read_text(encoding="utf-8-sig"))
+        return msgspec.toml.decode(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as exc:
         raise ConfigError(f"BPSFAST_PROFILE = {path!r} cannot be read: {exc.strerror}") from exc
     except ImportError as exc:
@@ -48,10 +48,7 @@ def read(path: str) -> dict[str, Any]:
 def edited(text: str, values: Mapping[str, Any]) -> str:
     """Return the TOML *text* with *values* set and everything else unchanged, including comments.
 
-    Raises
-    ------
-    ConfigError
-        The text cannot be changed line by line without losing something.
+    Raises `ConfigError` if the text cannot be changed line by line without losing something.
     """
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end) if text else []
@@ -65,7 +62,7 @@ def edited(text: str, values: Mapping[str, Any]) -> str:
             lines.append(line)
     result = end.join(lines) + end
     try:
-        faithful = _parse(result) == _parse(text) | dict(values)
+        faithful = msgspec.toml.decode(result) == msgspec.toml.decode(text) | dict(values)
     except (msgspec.DecodeError, ImportError):
         faithful = False
     if not faithful:
@@ -86,10 +83,7 @@ def writable(path: str) -> None:
 def apply(path: str, values: Mapping[str, Any], reason: str) -> Change:
     """Set *values* in the file, which need not exist; save the previous content with *reason* and date.
 
-    Raises
-    ------
-    ConfigError, OSError
-        The file is unchanged.
+    The file is unchanged if this raises `ConfigError` or `OSError`.
     """
     place = Path(path).resolve()
     before = _content(place)
@@ -105,10 +99,7 @@ def apply(path: str, values: Mapping[str, Any], reason: str) -> Change:
 def undo(path: str) -> Change:
     """Restore the file from before the last `apply`; remove it if it did not exist.
 
-    Raises
-    ------
-    ConfigError
-        Nothing was applied, or the file was changed since then.
+    Raises `ConfigError` if nothing was applied, or the file was changed since then.
     """
     place = Path(path).resolve()
     entries = _entries(place)
@@ -129,10 +120,6 @@ def undo(path: str) -> Change:
     else:
         _undo_file(place).unlink()
     return Change(str(place), last["reason"], last["date"], last["before"] is None)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    return msgspec.toml.decode(text)
 
 
 def _content(place: Path) -> str | None:

@@ -1,11 +1,10 @@
-"""The NumPy reference of the association: the oracle of every sum test.
+"""Sums in NumPy with the association that every job has: the oracle of every sum test.
 
-A node's partial is its ranks' inputs in local-rank order, added in the accumulator from the first term on
-and rounded once to the wire dtype; the result is the partials in node order, the same way, then the average,
-rounded once. Integers wrap modulo 2^w and average by floor division of the wrapped sum. NaN results are the
-canonical quiet NaN. Imports numpy and ml_dtypes only, so that nothing of the kernels can agree with itself.
+A node's partial is its ranks' inputs in local-rank order, added in the accumulator from the first term on and rounded
+once to the wire dtype; the result is the partials in node order, the same way, then the average, rounded once. Integers
+wrap modulo 2^w and average by floor division of the wrapped sum. NaN results are the canonical quiet NaN. Imports numpy
+and ml_dtypes only, so that an error of the kernels cannot be in the oracle, too.
 """
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 def reduce(groups: Sequence[Sequence[Array]], average: bool) -> Array:
     """Sum *groups* (per node, in node order, its ranks' arrays); empty groups are skipped.
 
-    All arrays have one shape and one wire dtype; at least one group is not empty. *average* divides by the
-    number of arrays. Returns a new array of that shape and dtype.
+    All arrays have one shape and one wire dtype; at least one group is not empty. *average* divides by the number of
+    arrays. Returns a new array of that shape and dtype.
     """
     return _reduce(groups, sum(len(group) for group in groups) if average else 1)
 
@@ -31,8 +30,8 @@ def reduce(groups: Sequence[Sequence[Array]], average: bool) -> Array:
 def reduce_rows(groups: Sequence[Sequence[tuple[Array, Array]]], average: bool) -> tuple[Array, Array]:
     """Sum rows: *groups* are per node, in node order, its ranks' (indices, values), of distinct indices.
 
-    Each row that some rank has is summed as `reduce` does, over those who have it; *average* divides by the number of
-    all ranks. Returns (indices, values), ascending; some rank has a row.
+    Each row that some rank has is summed as `reduce` does, over the ranks that have it; *average* divides by the number
+    of all ranks. Returns (indices, values), ascending; some rank has a row.
     """
     divisor = sum(len(group) for group in groups) if average else 1
     indices = np.unique(np.concatenate([own for group in groups for own, _ in group]))

@@ -35,7 +35,7 @@ _MAX_INT = (1 << 31) - 1
 _MAX_ROUND = (1 << 32) - 1
 _MAX_SECONDS = 1e6
 _MAX_BYTES = 1 << 50
-#: values that errors show without quotes
+#: Values that errors show without quotes.
 _PLAIN = re.compile(r"[\w.:,^=+-]+")
 _RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
@@ -51,9 +51,9 @@ _Form = Literal["text", "json"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Every setting of one process, read once and never changed. -1 means "not set" where it is no value."""
+    """Every setting of one process, read once and never changed. Where -1 is not a legal value it means unset."""
 
-    # who and where: filled by a launcher, see `roles`
+    # the process's place in the job: set by a launcher, see `launch.roles`
     scheduler: Annotated[str, _about("address that the scheduler listens on", "host:port")] = ""
     coordinator: Annotated[str, _about(
         "address of the coordinator of an elastic job; set by `bpsfast run --elastic`", "host:port")] = ""
@@ -64,8 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     local_size: Annotated[int, _about(
         "number of ranks on this machine; 0 makes the node a helper", ge=-1, le=_MAX_INT)] = -1
     node_id: Annotated[str, _about(
-        "name of the machine that a node stands for; nodes with different names on one host count "
-        "as several machines")] = "machine"
+        "name of this machine; nodes with different names on one host count as several machines")] = "machine"
     node_index: Annotated[int, _about(
         "preferred index of this node in the order of the nodes", ge=-1, le=_MAX_INT)] = -1
     num_nodes: Annotated[int, _about("number of machines with ranks", ge=-1, le=_MAX_INT)] = -1
@@ -75,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "most helpers in a running job, including those that join later; read by the scheduler; 0: num_helpers",
         ge=0, le=_MAX_INT)] = 0
     num_servers: Annotated[int, _about(
-        "number of server processes as BytePS counts them, on any machine", ge=-1, le=_MAX_INT)] = -1
+        "number of server processes as BytePS counts them, also on machines with ranks", ge=-1, le=_MAX_INT)] = -1
     node_host: Annotated[str, _about("address of this node that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all processes of the job share", "hex")] = ""
@@ -90,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "send a CRC32C with each unencrypted partition over tcp and resend the partition over new connections if it "
         "does not match; costs about 0.07 CPU seconds per GB at each end", agree=True)] = "off"
 
-    # what is summed where, and how it travels
+    # where sums are made, and how data travels
     transport: Annotated[_Transport, _about(
         "how nodes exchange data; auto chooses for each pair of nodes", agree=True)] = "auto"
     allow_shm: Annotated[bool, _about("allow two nodes on one host to share memory", agree=True)] = True
@@ -141,13 +140,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nic_probe: Annotated[bool, _about(
         "at the start, measure the rate of network cards whose rate is unknown", agree=True)] = False
     sum_rate: Annotated[float, _about(
-        "input that this node can sum; 0: measured at the start if cores are limited, else taken to be more than its "
-        "network card delivers", "Gbit/s", ge=0, le=10_000)] = 0.0
+        "rate of input that this node can sum; 0: measured at the start if cores are limited, else assumed to exceed "
+        "the rate of its network card", "Gbit/s", ge=0, le=10_000)] = 0.0
     engine_threads: Annotated[int, _about(
         "summing threads; 0: one per core, at most 8", ge=0, le=MAX_ENGINE_THREADS)] = 0
     nontemporal_bytes: Annotated[int, _about(
-        "smallest partition that is summed with non-temporal stores, which bypass the caches; on a single machine, a "
-        "tensor pushed as a whole counts from 16 MiB on", "bytes", ge=0, le=_MAX_BYTES)] = 1_048_576
+        "smallest partition that is summed with non-temporal stores, which bypass the caches; in a job on one machine "
+        "16 MiB for a tensor that is pushed as a whole", "bytes", ge=0, le=_MAX_BYTES)] = 1_048_576
     awake_us: Annotated[int, _about(
         "how long a waiting thread yields its core before it sleeps; a rank waits four times as long while its waits "
         "end within that time", "us", ge=0, le=10_000)] = 50
@@ -159,21 +158,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "most memory for the segments of a machine; 0: all it has", "bytes", ge=0, le=_MAX_BYTES)] = 0
 
     host_device: Annotated[bool, _about(
-        "treat CPU tensors as tensors of a device, copied by streams of their own as a GPU's are; for tests and "
+        "treat CPU tensors as tensors of a device, which streams copy as they copy a GPU's; for tests and "
         "demonstrations of that path without a GPU")] = False
 
-    # inside a machine: `bpsfast topo --strategy` shows what follows
+    # how the GPUs of a machine sum: see `bpsfast topo --strategy`
     islands: Annotated[Literal["off", "auto"], _about(
-        "let the GPUs of a machine sum with NCCL before host memory does, as the strategy of the machine says; no "
-        "machine with GPUs has proven it yet", agree=True)] = "off"
+        "sum between the GPUs of a machine with NCCL first, as `bpsfast topo --strategy` shows; not yet proven on a "
+        "machine with GPUs", agree=True)] = "off"
     pcie_switch_size: Annotated[int, _about(
-        "number of GPUs that sum among themselves before host memory does, as those below one PCIe switch; 0: by the "
-        "machine's topology", "GPUs", ge=0, le=_MAX_INT)] = 0
+        "number of GPUs that sum with each other first, such as those below one PCIe switch; 0: by the machine's "
+        "topology", "GPUs", ge=0, le=_MAX_INT)] = 0
     reduce_roots: Annotated[str, _about(
         "local ranks whose GPUs copy sums to host memory and back, such as 2,3; empty: by the machine's topology")] = ""
     gpu_direct: Annotated[bool, _about(
-        "allow GPUs to pass sums directly to a network card below the same PCIe switch (GPUDirect); not measured on a "
-        "machine with GPUs yet")] = False
+        "allow GPUs to pass sums directly to a network card below the same PCIe switch (GPUDirect); not yet measured "
+        "on a machine with GPUs")] = False
 
     torch_autoload: Annotated[bool, _about(
         "register the backend bpsfast with torch.distributed without an import; read by `import torch`")] = False
@@ -198,17 +197,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "file that rank 0 writes after every trial; if set, the job always tunes, even if a result is stored",
         "path")] = ""
 
-    # what a node may take of a machine that others use
+    # limits of a node on a machine that other programs use
     cores: Annotated[int, _about("CPUs and summing threads of the node; 0: all", ge=0, le=MAX_ENGINE_THREADS)] = 0
     cpus: Annotated[str, _about(
         "CPUs that cores are taken from: 3 or 4-7; empty: the idlest CPUs of one NUMA node")] = ""
     nice: Annotated[bool, _about(
         "run only when no other process wants the CPU (SCHED_IDLE), and block instead of yielding")] = False
     nic_limit: Annotated[float, _about(
-        "most that this node sends, and receives, over the network; peers then use tcp; 0: no limit",
+        "highest rate at which this node sends, and at which it receives; its peers then use tcp; 0: no limit",
         "Gbit/s", ge=0, le=10_000)] = 0.0
 
-    # who runs on which CPUs, and in which memory, of a machine with several NUMA nodes
+    # CPU and memory affinity on a machine with several NUMA nodes
     numa: Annotated[bool, _about(
         "on a machine with several NUMA nodes, bind ranks to cores of their own, node threads near the network card "
         "and memory near its users, unless something else has bound them")] = True
@@ -223,7 +222,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     whole_cores: Annotated[bool, _about(
         "assign all CPUs of a core (hyperthreads) together; off: count each CPU as a core")] = True
 
-    # how long to wait, what to tell
+    # deadlines, traces, metrics, logs
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0, le=_MAX_SECONDS)] = 300.0
     stall_warn_s: Annotated[float, _about(
         "time after which a waiting rank logs which tensor, which stage and who is missing, and again each time the "
@@ -266,7 +265,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def n_connections(self) -> int:
-        """TCP connections that are made to each peer: tuning may find that more than `tcp_streams` are better."""
+        """Number of TCP connections to each peer; with autotune all, as more than `tcp_streams` may be better."""
         return _MAX_TCP_STREAMS if self.autotune else self.tcp_streams
 
 
@@ -311,24 +310,18 @@ def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] 
     return settings
 
 
-def load_with_origins(
-    overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
-) -> tuple[Settings, dict[str, str]]:
+def load_with_origins(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+                      ) -> tuple[Settings, dict[str, str]]:
     """Return the settings and, by name, where each value came from.
 
-    Parameters
-    ----------
-    overrides
-        Values of the command line by name, typed or as text; None values are ignored.
-    environ
-        The environment; `os.environ` if None. An empty variable counts as not set.
+    Raises `ConfigError` if a name is unknown, a value has the wrong type or exceeds its limits, or two values
+    contradict each other.
 
-    Raises
-    ------
-    ConfigError
-        A name is unknown, a value has the wrong type or exceeds its limits, or two values contradict each other.
+    *overrides* are values of the command line by name, typed or as text; None values are ignored. *environ* is the
+    environment, `os.environ` if None; an empty variable counts as not set.
     """
-    environ = _environment_with_key() if environ is None or environ is os.environ else environ
+    if environ is None or environ is os.environ:
+        environ = {_KEY: _taken_key, **os.environ} if _taken_key and not os.environ.get(_KEY) else os.environ
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     for name in given:
         _known(name, name, "the command line")
@@ -377,10 +370,6 @@ def take_job_key() -> None:
     _taken_key = os.environ.pop(_KEY, "") or _taken_key
 
 
-def _environment_with_key() -> Mapping[str, str]:
-    return {_KEY: _taken_key, **os.environ} if _taken_key and not os.environ.get(_KEY) else os.environ
-
-
 def fingerprint(settings: Settings) -> dict[str, str]:
     """Return the settings that must be equal for all roles of a job, as text."""
     return {row.name: _text(getattr(settings, row.name)) for row in table() if row.agree}
@@ -388,20 +377,14 @@ def fingerprint(settings: Settings) -> dict[str, str]:
 
 def environment(settings: Settings) -> dict[str, str]:
     """Return the ``BPSFAST_*`` variables with which a child process loads these settings, including the job key."""
-    return {
-        PREFIX + name.upper(): _text(getattr(settings, name))
-        for name in _NAMES
-        if getattr(settings, name) != _DEFAULTS[name] and name != "profile"
-    }
+    return {PREFIX + name.upper(): _text(getattr(settings, name)) for name in _NAMES
+            if getattr(settings, name) != _DEFAULTS[name] and name != "profile"}
 
 
 def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, int]:
     """Return host and port of ``host:port`` (``[v6]:port`` for IPv6).
 
-    Raises
-    ------
-    ConfigError
-        *text* is not an address; *origin* says where it comes from.
+    Raises `ConfigError` if *text* is not an address; *origin* says where it comes from.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -429,7 +412,6 @@ def _within(name: str, alias: Translated) -> Any:
 
 
 def _typed(name: str, raw: Any, origin: str) -> Any:
-    row_type = _TYPES[name]
     text = raw.strip() if isinstance(raw, str) else raw
     if name == "log_level" and isinstance(text, str):
         text = text.upper()
@@ -438,14 +420,13 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
         nbytes = parse_size(text)
         text = text if nbytes is None else nbytes
     try:
-        return msgspec.convert(text, row_type, strict=False)
+        return msgspec.convert(text, _TYPES[name], strict=False)
     except msgspec.ValidationError as exc:
         shown = "(hidden)" if name == "job_key" else repr(raw)
         unit = f" in {row.unit}" if row.unit else ""
         unit += " (or with K, M, G: powers of 1024, such as 4M)" if row.unit == "bytes" else ""
-        raise ConfigError(
-            f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
-        ) from exc
+        raise ConfigError(f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
+                          ) from exc
 
 
 def _check_together(settings: Settings, origins: dict[str, str]) -> None:
@@ -496,6 +477,4 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return str(value)
+    return str(int(value) if isinstance(value, bool) else value)

@@ -1,4 +1,4 @@
-"""The trace file of a process, in Chrome's Trace Event Format: writing spans as events, and reading them back.
+"""Writes and reads the trace file of a process, in Chrome's Trace Event Format.
 
 Consecutive spans become complete events (``X``) in rows, each the ``tid`` of a virtual thread; where two threads of a
 rank copied at once there are two rows, as slices of a row must not overlap. Only such slices can carry arrows. Spans
@@ -121,6 +121,7 @@ def in_order(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return events by time: metadata first, and slices before what is bound to them."""
     return sorted(found, key=lambda event: (event.get("ts", -1.0), _PHASES.get(event["ph"], _LAST_PHASE)))
 
+
 FORMAT = "bpsfast process 1"
 PATTERN = "*.trace.json"
 
@@ -166,16 +167,9 @@ def write(folder: str | Path, role: str, records: bytes, parts: Mapping[int, Par
           origin: Origin = _NOWHERE, sends: Iterable[Span] = ()) -> Path:
     """Write the spans of this process to ``<folder>/<role>-<pid>.trace.json`` and return that path.
 
-    Parameters
-    ----------
-    role
-        The title of the process: "node 0", "rank 3".
-    records
-        Concatenated native records of `Engine.trace`, `Stream.trace` and `Port.trace`.
-    parts
-        The names of partitions; others are shown by number.
-    sends
-        The spans of `SendLog.spans`.
+    *role* is the title of the process: "node 0", "rank 3". *records* are the concatenated native records of
+    `Engine.trace`, `Stream.trace` and `Port.trace`. *parts* names partitions; others are shown by number. *sends* are
+    the spans of `SendLog.spans`.
     """
     folder, parts, pid = Path(folder), parts or {}, os.getpid()
     found = [*spans(records, origin.peers), *sends]
@@ -201,10 +195,7 @@ def clock_id() -> str:
 def read(path: Path) -> Process:
     """Return the process that wrote *path*.
 
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, is incomplete, or is not a bpsfast trace.
+    Raises `ConfigError` if the file cannot be read, is incomplete, or is not a bpsfast trace.
     """
     document = decode(path)
     try:
@@ -226,8 +217,7 @@ def decode(path: Path) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"{path} is no whole trace ({exc}): it is another file, or was cut off while it was copied"
-                          ) from exc
+        raise ConfigError(f"{path} is no whole trace, but another file or an incomplete copy ({exc})") from exc
 
 
 def spans_of(events: Iterable[dict[str, Any]], base_ns: int) -> Iterable[Span]:

@@ -1,4 +1,4 @@
-"""Native trace records (``pyx/record.h``) as spans.
+"""Reads native trace records (``pyx/record.h``) as spans: what a process did or waited for, from when to when.
 
 A record is 32 bytes, little endian: u64 begin_ns, u64 end_ns (CLOCK_MONOTONIC), u32 part, u32 round, u16 kind,
 u16 thread, u32 nbytes.
@@ -37,8 +37,7 @@ CREDIT = "credit"
 #: Keys of a span's `args` besides part and round.
 DETAILS: dict[str, tuple[str, ...]] = {
     CREDIT: ("peer", "nbytes", "pass", "order"), "wire": ("peer", "nbytes"), "receive": ("peer", "nbytes"),
-    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes"),
-}
+    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes")}
 _OVERLAPPING = {name for name, overlaps in KINDS.values() if overlaps} | {CREDIT}
 _WIRE, _RECEIVE, _PUSH = 4, 8, 9
 _OF_THREADS = (3, 10, 11)
@@ -122,6 +121,7 @@ def spans(records: bytes, peers: Mapping[int, int]) -> Iterator[Span]:
         elif kind in _OF_THREADS:
             args["thread"] = thread
         yield Span(begin_ns, end_ns, KINDS[kind][0] if kind in KINDS else f"kind {kind}", args)
+
 
 _ORDER_BITS = 32
 

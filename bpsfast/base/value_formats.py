@@ -1,4 +1,4 @@
-"""Formats of values in settings and options: sizes (4M), lists of CPUs (0-3,8) and of RDMA devices (=mlx5_0:1).
+"""Parses values of settings and options: sizes (4M), lists of CPUs (0-3,8) and of RDMA devices (=mlx5_0:1).
 
 Lists of RDMA devices have the syntax of NCCL_IB_HCA:
 
@@ -17,7 +17,7 @@ NCCL, ``src/misc/utils.cc``: parseStringList, matchIfList; NVIDIA, NCCL user gui
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: The path MTUs that RDMA has, in bytes.
@@ -55,8 +55,8 @@ def _ends(word: str) -> tuple[int, int] | None:
     return (first, last) if first <= last < _MAX_CPUS else None
 
 
-def format_cpus(cpus: Set[int]) -> str:
-    """Return *cpus* as a list such as "0-3,8", the inverse of `parse_cpus`."""
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Return *cpus*, or other distinct numbers, as a list such as "0-3,8", the inverse of `parse_cpus`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -122,10 +122,7 @@ class RdmaDeviceList:
 def parse_rdma_devices(text: str) -> RdmaDeviceList:
     """Return the device list of *text*; blanks around entries and empty entries are ignored.
 
-    Raises
-    ------
-    ValueError
-        A port that is not a positive number, or modifiers without a name.
+    Raises `ValueError` for a port that is not a positive number, or modifiers without a name.
     """
     entries: list[DeviceEntry] = []
     exact = excludes = False

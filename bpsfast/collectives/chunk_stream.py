@@ -1,8 +1,8 @@
 """Chunk streams: units of few partitions through which collectives of any size pass, chunk by chunk.
 
 A gradient has a unit of its own, declared once and summed in every step. The arguments of collectives change with every
-call, so a stream is declared instead, and the bytes of a call are cut into chunks that use its partitions in turn:
-chunk c of the stream's life is partition c mod n, round c div n + 1. All members cut alike. There are three chunk
+call, so a stream is declared instead, and the bytes of a call are split into chunks that use its partitions in turn:
+chunk c of the stream's life is partition c mod n, round c div n + 1. All members split alike. There are three chunk
 sizes, so that few bytes have low latency and many bytes need few chunks.
 """
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chunk_sizes(is_within: bool) -> tuple[ChunkSize, ChunkSize, ChunkSize]:
     return (WIDE_WITHIN if is_within else WIDE_BETWEEN), SMALL, TINY
 
 
-def cut(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
+def split(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
     """Return how many chunks of each size *nbytes* take, largest first; the last chunk may be short."""
     found = []
     if nbytes >= wide.chunk_nbytes:
@@ -73,28 +73,28 @@ class ChunkStream:
         self.unit = unit = session.tensors.unit(spec.name, timeout_s)
         self._next = 0
         self._first_round = np.uint64(unit.first_round)
-        self._slots = chunk_table(unit, unit.staging, offsets(unit))
+        self._descriptors = chunk_table(unit, unit.staging, offsets(unit))
         self._results = results(unit)
 
     def chunks(self, n: int) -> np.ndarray[Any, Any]:
         """Return the descriptors of the next *n* chunks, without source, destination and size."""
         if n == 1:
             return self._next_chunk()
-        strips = np.arange(self._next, self._next + n, dtype=np.uint64)
+        numbers = np.arange(self._next, self._next + n, dtype=np.uint64)
         self._next += n
-        slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
-        chunks = self._slots[slots]
-        chunks["round"] = rounds = strips // np.uint64(self.unit.n_parts) + self._first_round
-        chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
+        parts = (numbers % np.uint64(self.unit.n_parts)).astype(np.intp)
+        chunks = self._descriptors[parts]
+        chunks["round"] = rounds = numbers // np.uint64(self.unit.n_parts) + self._first_round
+        chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), parts]
         return chunks
 
     def _next_chunk(self) -> np.ndarray[Any, Any]:
         """Return the descriptor of the next chunk: as `chunks`, without the cost of vector operations."""
-        number, slot = divmod(self._next, self.unit.n_parts)
+        number, part = divmod(self._next, self.unit.n_parts)
         self._next += 1
-        chunks = self._slots[slot:slot + 1].copy()
+        chunks = self._descriptors[part:part + 1].copy()
         chunks["round"] = round_ = round_after(self.unit.first_round, number)
-        chunks["result"] = self._results[round_ & 1, slot]
+        chunks["result"] = self._results[round_ & 1, part]
         return chunks
 
     def fingerprint(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -105,9 +105,7 @@ class ChunkStream:
 
     def close(self) -> None:
         """Retire the stream; its memory is free when all members have. No call may be under way on any member."""
-        region = self.unit.staging
-        self.unit.session.retire([self.unit])
-        self.unit.session.memory.release(region)
+        self.unit.session.retire([self.unit], releases_staging=True)
 
 
 def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkSize) -> TensorSpec:

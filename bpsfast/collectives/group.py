@@ -23,12 +23,12 @@ from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
-from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
-from .p2p import message_collectives
+from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, spec_of, split
 from .p2p.endpoint import P2PEndpoint
+from .p2p.message_collectives import MessageCall
 
 #: Bytes of each member's call that the error of a mismatch shows.
-_SAID_NBYTES = 128
+_CALL_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
@@ -42,33 +42,14 @@ class _Load(NamedTuple):
     nbytes: int
 
 
-class _Call(NamedTuple):
-    """The messages of one call: endpoint, channel, tag (the call's number) and owner of the memory."""
-
-    post: P2PEndpoint
-    channel: int
-    number: int
-    owner: object
-
-
 class Group:
     """Collectives of *ranks* of *session*, which is one of them; all members make the same calls in the same order.
 
     Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, and must not be
     written meanwhile. After a failed call (a member called something else, or did not call in time) the group is
-    unusable: the members' calls are out of step.
-
-    Parameters
-    ----------
-    name
-        The same on all members, and of no other group of the job.
-
-    All calls raise
-    ---------------
-    MismatchError
-        If members call different collectives; the text says what each called.
-    StallError, PeerLostError, ClosedError
-        If a member does not call in time, or is lost.
+    unusable: the members' calls are out of step. *name*: the same on all members, and of no other group of the job. All
+    calls raise `MismatchError` if members call different collectives; the text says what each called. All calls raise
+    `StallError`, `PeerLostError` or `ClosedError` if a member does not call in time, or is lost.
     """
 
     def __init__(self, session: Session, ranks: Sequence[int], name: str, timeout_s: float) -> None:
@@ -109,8 +90,7 @@ class Group:
         self._check_op(op)
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
-        self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
-                     [_Load(x.address, destination, x.nbytes)])
+        self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op, [_Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
         """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
@@ -118,51 +98,42 @@ class Group:
         self._check_number(xs)
         _check_size(xs[self.rank], out)
         self._run(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
-                     [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
+                  [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
 
     def broadcast(self, x: TensorInput, root: int) -> None:
         """Overwrite *x* by that of the *root*-th member."""
         self._check_root(root)
         is_root = root == self.rank
         self._run(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
-                     [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
+                  [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
-        """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
-
-        The own one of *outs* may be *x*.
-        """
+        """Put *x* of the i-th member into the i-th of *outs* of all, whose sizes all know; the own one may be *x*."""
         self._check_number(outs)
         _check_size(x, outs[self.rank])
         self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
-                     [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
-                      else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
+                  [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
+                   else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
     def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
         """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(outs)
-        self._exchange(f"gather to {root}", (x, outs), lambda call: message_collectives.gather(
-            call.post, call.channel, self.ranks, self.rank, root, _memory(x), _memories(outs), call.owner,
-            self._limit_s, call.number))
+        self._exchange(f"gather to {root}", (x, outs), lambda call: call.gather(root, x, outs))
 
     def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
         """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(xs)
-        self._exchange(f"scatter from {root}", (xs, out), lambda call: message_collectives.scatter(
-            call.post, call.channel, self.ranks, self.rank, root, _memories(xs), _memory(out), call.owner,
-            self._limit_s, call.number))
+        self._exchange(f"scatter from {root}", (xs, out), lambda call: call.scatter(root, xs, out))
 
     def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
         """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
         self._check_number(xs)
         self._check_number(outs)
-        self._exchange("all_to_all", (xs, outs), lambda call: message_collectives.all_to_all(
-            call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
-            self._limit_s, call.number))
+        self._exchange("all_to_all", (xs, outs), lambda call: call.all_to_all(xs, outs))
 
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """Return the *data* of the *root*-th member, of any length; that of others is ignored."""
@@ -210,14 +181,13 @@ class Group:
         finally:
             self._lock.release()
 
-    # -- innards ---------------------------------------------------------------------------------------------------
-
-    def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
-        """Exchange messages, once all members are known to make the same call."""
-        self._run(text, *_BYTES, [], lambda: move(_Call(self.p2p, self._channel, self._calls, owner)))
+    def _exchange(self, text: str, owner: object, exchange: Callable[[MessageCall], None]) -> None:
+        """Call *exchange* with a call that has this number as its tag, once all members are known to make the same."""
+        self._run(text, *_BYTES, [], lambda: exchange(MessageCall(
+            self.p2p, self._channel, self.ranks, self.rank, owner, self._limit_s, self._calls)))
 
     def _run(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
-                then: Callable[[], None] = lambda: None) -> None:
+             then: Callable[[], None] = lambda: None) -> None:
         self.session.require_open()  # before the lock, which a fork may have inherited locked
         with self._lock:
             self._require_usable()
@@ -254,7 +224,8 @@ class Group:
 
     def _check(self, text: str, do_agree: bool) -> None:
         if not do_agree:
-            raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
+            raise MismatchError(f"members of group {self.name!r} called different collectives: "
+                                f"{self._describe_calls(text)}")
 
     def _go(self, chunks: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
         def subject_of(i: int) -> tuple[Unit, int, int]:
@@ -277,19 +248,19 @@ class Group:
         """How long the current call may take."""
         return self.timeout_s if self._within_s is None else self._within_s
 
-    def _who_said(self, text: str) -> str:
+    def _describe_calls(self, text: str) -> str:
         """Return what each member called, in words. All members call this after a mismatch."""
-        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # ones do not change the bytes of others
-        mine = np.zeros(_SAID_NBYTES, np.uint8)
-        raw = text.encode()[:_SAID_NBYTES]
+        calls = np.full(self.size * _CALL_NBYTES, 0xFF, np.uint8)  # ones do not change the bytes of others
+        mine = np.zeros(_CALL_NBYTES, np.uint8)
+        raw = text.encode()[:_CALL_NBYTES]
         mine[:len(raw)] = np.frombuffer(raw, np.uint8)
-        said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
+        calls[self.rank * _CALL_NBYTES:][:_CALL_NBYTES] = mine
         stream = self._stream(*_FINGERPRINT)
-        chunks = stream.chunks(-(-said.nbytes // FINGERPRINTS.chunk_nbytes))
-        load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
+        chunks = stream.chunks(-(-calls.nbytes // FINGERPRINTS.chunk_nbytes))
+        load = _Load(calls.ctypes.data, calls.ctypes.data, calls.nbytes)
         self._go([_filled(chunks, load, FINGERPRINTS.chunk_nbytes)], [stream.unit])
         who: dict[str, list[int]] = {}
-        for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
+        for rank, row in zip(self.ranks, calls.reshape(self.size, _CALL_NBYTES)):
             who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
         return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}"
                          for what, ranks in who.items())
@@ -326,7 +297,7 @@ def _pieces(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
     """Return (chunk size, number of chunks, their bytes) of *load*."""
     found = []
     at = 0
-    for size, n in cut(load.nbytes, wide):
+    for size, n in split(load.nbytes, wide):
         nbytes = min(n * size.chunk_nbytes, load.nbytes - at)
         found.append((size, n, _Load(load.source and load.source + at, load.destination and load.destination + at,
                                      nbytes)))
@@ -351,14 +322,6 @@ def _alone(loads: Sequence[_Load]) -> None:
             copy(load.destination, load.source, load.nbytes)
 
 
-def _memory(x: TensorInput) -> message_collectives.Memory:
-    return message_collectives.Memory(x.address, x.nbytes)
-
-
-def _memories(xs: Sequence[TensorInput]) -> list[message_collectives.Memory]:
-    return [_memory(x) for x in xs]
-
-
 def _fingerprint(text: str) -> np.ndarray[Any, Any]:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return np.array([digest, ~digest & (1 << 64) - 1], np.uint64)
@@ -378,12 +341,8 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
     All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is
-    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
-
-    Raises
-    ------
-    ConfigError
-        If this rank is none of *ranks*, or they are not ranks of the job.
+    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting. Raises
+    `ConfigError` if this rank is none of *ranks*, or they are not ranks of the job.
     """
     key = tuple(ranks)
     counts = session.extension(_counts_of_groups)

@@ -48,19 +48,12 @@ def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: 
                  ) -> LeaderChannel | FollowerChannel:
     """Return this rank's end of the channel between the first rank and the others. Called by all of them.
 
-    Parameters
-    ----------
-    share
-        Returns on all ranks the bytes that the first rank gives it; the others give None.
-    host
-        Returns the address at which the others reach the first rank; called there only. May raise OSError.
-    secret
-        The job's key, on all ranks or on none.
+    *share* returns on all ranks the bytes that the first rank gives it; the others give None. *host* returns the
+    address at which the others reach the first rank; it is called there only, and may raise OSError. *secret* is the
+    job's key, on all ranks or on none.
 
-    Raises
-    ------
-    ConfigError
-        On all ranks, if the first one cannot listen; if only one of this rank and the first one has a secret.
+    Raises `ConfigError` on all ranks if the first one cannot listen, or if only one of this rank and the first one has
+    a secret.
     """
     if not is_leader:
         found = msgspec.msgpack.decode(share(None), type=_LeaderAddress)
@@ -91,9 +84,9 @@ def _channel_key(secret: bytes, salt: bytes) -> bytes:
 
 
 class GroupService(ABC, Generic[OperationT]):
-    """The part of rank *rank* in the group of *ranks*. Made and closed by all of them; any thread submits operations.
+    """The part of rank *rank* in the group of *ranks*. All of them make and close it; any thread submits operations.
 
-    *channel*: to the other ranks; None if there are none.
+    *channel* leads to the other ranks; None if there are none.
     """
 
     #: How long the first rank tells ranks that are still connecting that it has ended, in seconds.
@@ -142,10 +135,10 @@ class GroupService(ABC, Generic[OperationT]):
         """End an open *operation* with *error*."""
 
     def _leave(self) -> None:
-        """Called when `_is_over` is true: say the last word."""
+        """Tell the other ranks that this one leaves. Called when `_is_over` is true."""
 
     def _late_deadline(self) -> float:
-        """Return until when ranks that are still connecting hear of the end."""
+        """Return the time until which ranks that are still connecting are told of the end."""
         return time.monotonic() + self._LATE_NOTICE_S
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -174,13 +167,13 @@ class GroupService(ABC, Generic[OperationT]):
         self._wake.clear()
 
     def _received(self) -> Iterator[Any]:
-        """Yield what the other ranks have said; raise the error of one that has failed."""
+        """Yield the messages of the other ranks; raise the error of one that has failed."""
         for message in self._channel.recv_nowait() if self._channel is not None else ():
             if isinstance(message, Failed):
                 raise error_of(message.error, message.reason)
             yield message
 
-    def _say(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         """Send *message*: the first rank to all others, another rank to the first one."""
         if self._channel is not None:
             self._channel.tell(message)
@@ -194,7 +187,7 @@ class GroupService(ABC, Generic[OperationT]):
             abandoned = list(self._operations.values())
             self._operations.clear()
         try:
-            self._say(last)
+            self._send(last)
         except Exception as exc:  # open operations must end, whatever the channel does
             _log.debug("rank %d could not say that it ends: %s", self.rank, exc)
         for operation in abandoned:

@@ -1,4 +1,4 @@
-"""Islands of a machine: which GPUs sum a partition before memory does, and which of them copies it to the host.
+"""Islands of a machine: which GPUs sum a partition before the node does, and which of them copies it to the host.
 
 The first rank of a machine decides for all of its ranks, from the machine's strategy (`hardware.topology.strategy`). A
 strategy speaks of fractions of all partitions, but a partition takes one route. The partition's number alone tells
@@ -122,12 +122,8 @@ class _Decided(msgspec.Struct, frozen=True):
 def agree(session: Session, device: Device) -> IslandRoutes:
     """Return the routes of this machine; this rank has *device*. Collective over all ranks of the job.
 
-    Raises
-    ------
-    ConfigError
-        On all ranks of the machine, if it does not have what settings ask for.
-    StallError, PeerLostError
-        If a rank does not come in time, or is gone.
+    Raises `ConfigError` on all ranks of the machine, if it does not have what settings ask for. Raises `StallError` or
+    `PeerLostError` if a rank does not come in time, or is gone.
     """
     own = _Member(session.rank, session.node, session.local_rank, _address(device))
     everybody = island_group(session, range(session.size), "devices")
@@ -162,7 +158,7 @@ def _decide(here: list[_Member], settings: Settings) -> _Decided:
 def _routes(here: list[_Member], settings: Settings) -> IslandRoutes:
     if not here[0].gpu:  # host devices, whose topology has no cards
         found = routes_of(strategy_of(of_host(len(here)), msgspec.structs.replace(settings, gpu_direct=False)),
-                       {f"gpu{number}": member.rank for number, member in enumerate(here)})
+                          {f"gpu{number}": member.rank for number, member in enumerate(here)})
         return _with_one_root(found, here, settings) if settings.gpu_direct else found
     if len({member.gpu for member in here}) < len(here):
         if settings.gpu_direct:

@@ -72,13 +72,12 @@ class IslandRound:
         self.unit, self.round, self.source, self.target = unit, round, source, target
         self.readers = readers
         name = f"round {round} of {unit.name!r}"
-        self.input = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency,
+        self.input = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.priority,
                                 None)
-        self.result = ResultCopy(f"the sum of {name} for {target.device.name}", unit.urgency, None)
+        self.result = ResultCopy(f"the sum of {name} for {target.device.name}", unit.priority, None)
         self.n_inputs = self.n_results = 0  # parts of them that have not ended
 
     def fail(self, error: BpsError) -> None:
-        """End both copies with *error*."""
         self.input.end(error)
         self.result.end(error)
 
@@ -209,7 +208,7 @@ class Islands:
             if error is not None:
                 self._fail(error if isinstance(error, BpsError) else DeviceError(str(error)))
 
-        island.turns.submit(entry, turn, over, -begun.unit.urgency)
+        island.turns.submit(entry, turn, over, begun.unit.priority)
 
     def _reduce(self, begun: IslandRound, island: _Island, ranges: Sequence[IslandRange], own: Sequence[PartitionCopy],
                 others: Sequence[PartitionCopy]) -> None:
@@ -222,18 +221,18 @@ class Islands:
                       after: Sequence[Event]) -> None:
         """Copy and announce the partitions *own* after the events *after*; announce *others* as empty."""
         unit, round, port = begun.unit, begun.round, self._session.port
-        device_input = unit.device_input(begun.source.device)
+        device_input = self._devices.direct.input_of(unit, begun.source.device)
         empty = {partition.number for partition in others}
 
         def copied(partition: PartitionCopy, begin_ns: int) -> None:
             part = unit.first_part + partition.number
             if partition.number in empty:
-                port.submit_empty(part, 1, round)
+                port.submit(part, 1, round, 0, 0, True)  # empty
             else:
                 port.land(part, round, *device_input.entry(partition.number), partition.nbytes, begin_ns)
 
         partitions = [*own, *(PartitionCopy(partition.number, 0, ()) for partition in others)]
-        copy = CopyToHost(begun.input.title, unit.urgency, device_input.address, partitions, after, copied, begun,
+        copy = CopyToHost(begun.input.title, unit.priority, device_input.address, partitions, after, copied, begun,
                           begun.readers, device_input.on_device)
 
         def then(error: BpsError | None) -> None:

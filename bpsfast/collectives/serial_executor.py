@@ -34,17 +34,13 @@ class SerialExecutor:
         self._running = False
         self._closing = False
         self._threads: list[threading.Thread] = []
-        self._n_telling = 0  # threads inside ``done``
+        self._n_in_done = 0  # threads inside ``done``
 
     def run(self, job: Callable[[], None], done: Done, inline: bool) -> None:
         """Run *job* when it is its turn, then ``done(error)`` (None: no error).
 
-        *inline*: in this thread, if that is now.
-
-        Raises
-        ------
-        ClosedError
-            After `close`, and in a fork of the process that made this.
+        *inline*: in this thread, if that is now. Raises `ClosedError` after `close`, and in a fork of the process that
+        made this.
         """
         if os.getpid() != self._pid:
             raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
@@ -56,9 +52,9 @@ class SerialExecutor:
                 self._running = True
             else:
                 self._jobs.append(_Job(job, done))
-                self._see_to_jobs()
+                self._wake_or_start()
         if here:
-            self._carry_out(_Job(job, done))
+            self._execute(_Job(job, done))
 
     def close(self, timeout_s: float) -> bool:
         """Accept no more jobs, wait for those that were given, and end the threads; return whether all have ended.
@@ -76,16 +72,16 @@ class SerialExecutor:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
 
-    def _see_to_jobs(self) -> None:
+    def _wake_or_start(self) -> None:
         """Wake a thread for the waiting jobs, or start one; under the lock."""
-        if self._jobs and self._n_telling == len(self._threads):
-            thread = threading.Thread(target=self._conduct, name=self._name, daemon=True)
+        if self._jobs and self._n_in_done == len(self._threads):
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
         else:
             self._condition.notify()
 
-    def _conduct(self) -> None:
+    def _work(self) -> None:
         while True:
             with self._condition:
                 while self._running or not self._jobs:
@@ -95,10 +91,10 @@ class SerialExecutor:
                     self._condition.wait()
                 job = self._jobs.popleft()
                 self._running = True
-            self._carry_out(job, is_own=True)
+            self._execute(job, is_own=True)
             del job  # release what it holds before the next one comes
 
-    def _carry_out(self, job: _Job, is_own: bool = False) -> None:
+    def _execute(self, job: _Job, is_own: bool = False) -> None:
         error: BaseException | None = None
         try:
             job.run()
@@ -107,10 +103,10 @@ class SerialExecutor:
         finally:  # also after an interrupt: other jobs must run, and the caller must be told
             with self._condition:
                 self._running = False
-                self._n_telling += is_own
-                self._see_to_jobs()
+                self._n_in_done += is_own
+                self._wake_or_start()
         try:
             job.done(error)
         finally:
             with self._condition:
-                self._n_telling -= is_own
+                self._n_in_done -= is_own

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,37 +27,24 @@ Finish = Callable[[BaseException | None], None]
 _GRACE_S = 2.0, 4.0
 
 
-class _Operation:
-    """One operation on its way. `on_done` hears None or an error, in the service's thread."""
+class _Operation(NamedTuple):
+    """An operation that was submitted. `on_done` is called with None or an error, in the service's thread."""
 
-    def __init__(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish) -> None:
-        self.entry = entry
-        self.begin = begin
-        self.on_done = on_done
+    entry: Entry
+    begin: Callable[[Finish], None]
+    on_done: Finish
 
 
 class TurnService(GroupService[_Operation]):
     """One rank's part of a group. Making and closing it are collective; `submit` is for any thread.
 
-    Parameters
-    ----------
-    agree
-        Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
-    host
-        Returns where the others reach this process; only asked on rank 0. May raise OSError.
-    credit_nbytes
-        Bytes that may be under way at a time; only rank 0's counts.
-    timeout_s
-        How long nothing may happen while something is to be done.
-    together
-        Nothing has its turn before all ranks have been given it (`turns.Leader`).
-    secret
-        The job's key, on all ranks or on none; of it the line's key is made.
+    *agree* returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere). *host* returns the address at
+    which the others reach this process; it is called on rank 0 only, and may raise OSError. At most *credit_nbytes* are
+    under way at a time; rank 0's counts. The group fails when nothing happens for *timeout_s* while something is to be
+    done. *together*: nothing has its turn before all ranks have submitted it (`turns.Leader`). *secret* is the job's
+    key, on all ranks or on none; the channel's key is made of it.
 
-    Raises
-    ------
-    ConfigError
-        On all ranks, if rank 0 cannot listen; if this rank has a secret, and rank 0 has none, or the other way round.
+    Raises `ConfigError` on all ranks if rank 0 cannot listen, or if only one of this rank and rank 0 has a secret.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
@@ -73,25 +61,20 @@ class TurnService(GroupService[_Operation]):
         self._untold: list[tuple[str, int]] | None = [] if together and rank != 0 else None  # given, rank 0 not told
         self._abandoned: BpsError | None = None
         self._abandoned_at = 0.0
-        self._met: set[int] = set()
+        self._seen: set[int] = set()
         self._ended: deque[tuple[_Operation, BaseException | None]] = deque()
-        self._unheard: BpsError | None = None  # the error that no operation has ended with
+        self._unreported: BpsError | None = None  # the error that no operation has ended with
         self._begun = [0] * size
         self._left: set[int] = set()
         self._progress = time.monotonic()
         self._start()
 
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
-        """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
+        """Call *begin* when it is *entry*'s turn on all ranks, and *on_done* at its end, with None or an error.
 
-        Both are called by the service's thread, which must not wait in them: it keeps all deadlines.
-
-        Raises
-        ------
-        BusyError
-            If the same was given before and is not done.
-        ClosedError, PeerLostError, StallError, MismatchError
-            If nothing more can be begun: this is closed, or what happened to the group.
+        The service's thread calls both; they must not block, as it checks all deadlines. Raises `BusyError` if the same
+        entry was submitted before and is not done, and `ClosedError`, `PeerLostError`, `StallError` or `MismatchError`
+        if nothing more can be begun, because this is closed or the group has failed.
         """
         with self._lock:
             if self._error is not None:
@@ -106,12 +89,11 @@ class TurnService(GroupService[_Operation]):
         self._wake.ring()
 
     def close(self) -> None:
-        """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
+        """Wait until all operations that were submitted here are done, on rank 0 until all ranks have closed; end the
+        thread.
 
-        Raises
-        ------
-        PeerLostError, StallError, MismatchError
-            What kept the group from going on, where no operation was left to hear of it.
+        Idempotent. Raises what the group has failed with (`PeerLostError`, `StallError`, `MismatchError`), if no
+        operation has ended with it.
         """
         with self._lock:
             if not self._closing:
@@ -119,12 +101,12 @@ class TurnService(GroupService[_Operation]):
                 self._progress = time.monotonic()
         self._wake.ring()
         self._thread.join()
-        if self._unheard is not None:
-            unheard, self._unheard = self._unheard, None
-            raise unheard
+        if self._unreported is not None:
+            unreported, self._unreported = self._unreported, None
+            raise unreported
 
     def abandon(self, why: BpsError) -> None:
-        """Leave at once: what is under way fails with *why* on all ranks, and whatever comes after."""
+        """Leave at once: open and later operations fail with *why* on all ranks."""
         with self._lock:
             self._abandoned, self._abandoned_at = why, time.monotonic()
         self._wake.ring()
@@ -134,18 +116,17 @@ class TurnService(GroupService[_Operation]):
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _finished(self, operation: _Operation, error: BaseException | None) -> None:
-        """Note an operation's end. Any thread."""
         self._ended.append((operation, error))
         self._wake.ring()
 
     def _is_over(self) -> bool:
-        """Whether all is done that was given; says so to the others, rank 0 until all have said so."""
+        """Return whether this rank is done; if so, tell the other ranks. Rank 0 repeats that until all have told it."""
         if not self._closing or self._operations or not self._all_are_here:
             return False
         if self.rank not in self._left:
             self._progress = time.monotonic()
         self._left.add(self.rank)
-        self._say(says.Left(self.rank))
+        self._send(says.Left(self.rank))
         return self.rank != 0 or len(self._left) == self.size
 
     @property
@@ -153,45 +134,45 @@ class TurnService(GroupService[_Operation]):
         return not isinstance(self._channel, LeaderChannel) or len(self._channel.present) == self.size - 1
 
     @property
-    def _has_met_all(self) -> bool:
-        """Whether everybody has been there: who is gone since needs no last word."""
+    def _has_seen_all(self) -> bool:
+        """Whether every other end has been connected: one that is gone since then need not be told of the end."""
         if isinstance(self._channel, LeaderChannel):
-            self._met |= self._channel.present
+            self._seen |= self._channel.present
         elif self._channel.is_connected:
-            self._met.add(0)
-        return len(self._met) == (self.size - 1 if self.rank == 0 else 1)
+            self._seen.add(0)
+        return len(self._seen) == (self.size - 1 if self.rank == 0 else 1)
 
-    def _say(self, message: msgspec.Struct) -> None:
-        """Tell the other end: rank 0 all who have not left, the others rank 0."""
+    def _send(self, message: msgspec.Struct) -> None:
+        """Send *message*: rank 0 to all ranks that have not left, the others to rank 0."""
         if isinstance(self._channel, FollowerChannel):
             self._channel.tell(message)
             return
         gone = self._channel.tell(message, but=self._left)
         if gone:
             for last in self._received():
-                self._hear(last)
+                self._handle(last)
             lost = sorted(set(gone) - self._left)
             if lost:
                 raise PeerLostError(f"the processes of ranks {lost} are gone: their connections broke without a last "
                                     "word")
 
     def _turn(self, now: float) -> None:
-        has_met_all = self._has_met_all
-        if self._abandoned is not None and (has_met_all or now >= self._abandoned_at + self._LATE_NOTICE_S):
+        has_seen_all = self._has_seen_all
+        if self._abandoned is not None and (has_seen_all or now >= self._abandoned_at + self._LATE_NOTICE_S):
             raise self._abandoned
         while self._ended:
             self._conclude(*self._ended.popleft())
             self._progress = now
         for message in self._received():
-            self._hear(message)
+            self._handle(message)
             if message != says.Left(0):  # which comes again and again
                 self._progress = now
-        self._tell_given()
+        self._announce_given()
         turns = self._turns()
         if turns:
             self._begin(turns)
             self._progress = now
-        self._look_at_the_clock(now)
+        self._check_deadline(now)
 
     def _conclude(self, operation: _Operation, error: BaseException | None) -> None:
         if error is not None:
@@ -201,7 +182,7 @@ class TurnService(GroupService[_Operation]):
             del self._operations[operation.entry.key]
         operation.on_done(None)
 
-    def _hear(self, message: says.Message) -> None:
+    def _handle(self, message: says.Message) -> None:
         if isinstance(message, says.Turns):
             assert isinstance(self._role, Follower), "only rank 0 says turns"
             self._role.tell(message.entries)
@@ -217,18 +198,18 @@ class TurnService(GroupService[_Operation]):
                 raise PeerLostError(f"rank {message.rank} has closed, and will not give what is under way: "
                                     f"{self._under_way()}")
 
-    def _tell_given(self) -> None:
+    def _announce_given(self) -> None:
         with self._lock:
             given, waits = self._untold, self._role.waits_for(self._left) if isinstance(self._role, Leader) else None
             if given:
                 self._untold = []
         if given:
-            self._say(says.Given(self.rank, tuple(given)))
+            self._send(says.Given(self.rank, tuple(given)))
         if waits is not None:
             raise PeerLostError(f"ranks {sorted(self._left)} have closed, and will not all give {waits}")
 
     def _turns(self) -> list[Entry]:
-        """Take what begins here now; rank 0 tells the others."""
+        """Return the entries that begin here now; rank 0 sends them to the others."""
         if not self._all_are_here:
             return []
         with self._lock:
@@ -240,7 +221,7 @@ class TurnService(GroupService[_Operation]):
             if self._left:
                 raise PeerLostError(f"rank {min(self._left)} has closed, and will not give {turns[0]}")
             self._begun[0] += len(turns)
-            self._say(says.Turns(tuple(turns)))
+            self._send(says.Turns(tuple(turns)))
         return turns
 
     def _begin(self, turns: list[Entry]) -> None:
@@ -253,9 +234,9 @@ class TurnService(GroupService[_Operation]):
                                        f"{exc}") from exc
         if self.rank != 0:
             self._begun[self.rank] += len(turns)
-            self._say(says.Begun(self.rank, self._begun[self.rank]))
+            self._send(says.Begun(self.rank, self._begun[self.rank]))
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _check_deadline(self, now: float) -> None:
         with self._lock:
             knows = isinstance(self._role, Follower) and self._role.awaited is not None
         if not knows and not self._operations and not self._closing:
@@ -263,11 +244,11 @@ class TurnService(GroupService[_Operation]):
         idle_s = now - self._progress
         if idle_s > self._timeout_s + (0 if knows else _GRACE_S[self.rank != 0]):
             with self._lock:
-                missing = self._what_is_missing()
+                missing = self._describe_missing()
             raise StallError(f"nothing has happened on rank {self.rank} for {idle_s:.1f} s (timeout_s = "
                              f"{self._timeout_s:g}): {missing}")
 
-    def _what_is_missing(self) -> str:
+    def _describe_missing(self) -> str:
         if isinstance(self._role, Follower):
             if isinstance(self._channel, FollowerChannel) and not self._channel.is_connected:
                 return f"there is no connection to rank 0 at {self._channel.address}"
@@ -290,11 +271,11 @@ class TurnService(GroupService[_Operation]):
         return ", ".join(str(operation.entry) for operation in list(self._operations.values())[:3]) or "nothing"
 
     def _fail(self, operation: _Operation, error: BpsError) -> None:
-        self._unheard = None
+        self._unreported = None
         operation.on_done(error)
 
     def _end(self, error: BpsError, last: msgspec.Struct | None = None) -> None:
-        self._unheard = error
+        self._unreported = error
         super()._end(error, last)
 
     def _late_deadline(self) -> float:

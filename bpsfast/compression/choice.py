@@ -1,4 +1,4 @@
-"""The codec of each tensor: one codec for all, codecs by patterns of names, or a function.
+"""Chooses the codec of each tensor: one codec for all, codecs by patterns of names, or a function.
 
     compression=onebit()                                    all floating-point tensors that are large enough
     compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first matching pattern (`fnmatch`)
@@ -26,7 +26,7 @@ Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
 _CODEC_FUNCTIONS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
-           formats.int8, formats.where_it_pays, from_byteps)
+                    formats.int8, formats.where_it_pays, from_byteps)
 
 
 def check_choice(choice: Choice | None) -> None:
@@ -72,14 +72,14 @@ def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str,
 
 
 def chosen_among(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]],
-                 least_nbytes: int) -> dict[str, CodecSpec]:
+                 least_nbytes: int, is_alone: bool = False) -> dict[str, CodecSpec]:
     """Return the codecs of the tensors that *choice* compresses; *kinds*: shapes and dtypes by name.
 
-    Raises as `chosen`.
+    *is_alone* and errors: see `chosen`.
     """
     check_choice(choice)
     return {name: codec for name, (shape, dtype) in kinds.items()
-            if (codec := _chosen(choice, name, shape, dtype, least_nbytes, is_alone=False)) is not None}
+            if (codec := _chosen(choice, name, shape, dtype, least_nbytes, is_alone)) is not None}
 
 
 def _chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str, least_nbytes: int,

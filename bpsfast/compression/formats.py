@@ -1,4 +1,4 @@
-"""The codecs, by one function each and by BytePS's keywords; each returns the codec or raises `ConfigError`.
+"""Functions that make codecs, also from BytePS's keywords; each returns a `CodecSpec` or raises `ConfigError`.
 
 *error_feedback* adds the part of a gradient that was not sent to the next one, on workers and owners. *momentum* is
 Nesterov's, applied before compression, for an optimizer without momentum of its own. Nodes keep the state of both for

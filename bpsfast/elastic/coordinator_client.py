@@ -1,4 +1,4 @@
-"""The connection of a worker to the coordinator of its elastic program, which forms one job after another.
+"""A worker's connection to the coordinator of its elastic program, which forms one job after another.
 
 `bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *coordinator*, *member*). The
 coordinator names the ranks of the next job. The ranks then find scheduler and nodes as those of a torch process group
@@ -20,21 +20,7 @@ from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
 from ..orchestration import security
 from ..orchestration.elastic import protocol
-from ..orchestration.elastic.protocol import (
-    Come,
-    Done,
-    Formed,
-    Hello,
-    Newcomers,
-    Over,
-    Put,
-    Refused,
-    Value,
-    Void,
-    Wait,
-    Want,
-    connect,
-)
+from ..orchestration.elastic.protocol import Formed, Over, Refused
 from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
 from ..trainer import process
 
@@ -74,9 +60,8 @@ class CoordinatorClient:
         self._settings = msgspec.structs.replace(settings, coordinator="", member=-1)
         self._node = f"{network_id()} {settings.node_id}"
         host, port = parse_address(settings.coordinator, "BPSFAST_COORDINATOR")
-        self._line = connect(host, port, elastic_key(security.job_key(key, "")))
-        self._quiet_fd = os.eventfd(0)  # channels wait on a wake-up descriptor, which is never written here
-        self._line.tell(Hello(rank=self.number))
+        self._channel = protocol.connect(host, port, elastic_key(security.job_key(key, "")))
+        self._channel.tell(protocol.Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
         #: Whether this process has the state of the training: `State.sync` was completed.
@@ -111,7 +96,7 @@ class CoordinatorClient:
             formed = self._await_job(n_commits, reason)
             try:
                 place = rendezvous.role_of(_Store(self, formed.job), formed.rank, formed.size, self._settings,
-                                         self._settings.start_timeout_s)
+                                           self._settings.start_timeout_s)
                 process.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
                 return
             except (PeerLostError, StallError) as exc:
@@ -130,21 +115,19 @@ class CoordinatorClient:
 
     def done(self) -> None:
         """Tell the coordinator that the training has ended on all ranks."""
-        self._line.tell(Done(member=self.number))
+        self._channel.tell(protocol.Done(member=self.number))
 
     def close(self) -> None:
         """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
-        if self.pid == os.getpid() and self._quiet_fd >= 0:
-            self._line.close()
-            os.close(self._quiet_fd)
-            self._quiet_fd = -1
+        if self.pid == os.getpid():
+            self._channel.close()
             atexit.unregister(self.close)
 
     def _await_job(self, n_commits: int, reason: str) -> Formed:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed = None
-        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state, n_commits=n_commits,
-                             reason=reason))
+        self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
+                                         n_commits=n_commits, reason=reason))
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
         warn_s = begin_s + settings.stall_warn_s
@@ -152,7 +135,7 @@ class CoordinatorClient:
             self._listen(_POLL_S)
             now_s = time.monotonic()
             if now_s - self._heard_s > max(settings.start_timeout_s, _MAX_MISSED_PINGS * protocol.WORD_EVERY_S
-                                           if self._line.is_connected else 0.0):
+                                           if self._channel.is_connected else 0.0):
                 raise self._silence(now_s - self._heard_s)
             if 0.0 < settings.stall_warn_s and now_s >= warn_s:
                 warn_s += settings.stall_warn_s
@@ -168,10 +151,10 @@ class CoordinatorClient:
         return found
 
     def _silence(self, silent_s: float) -> StallError:
-        if self._line.is_connected:
-            return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
+        if self._channel.is_connected:
+            return StallError(f"worker {self.number}: bpsfast run, at {self._channel.address}, says nothing for "
                               f"{silent_s:.0f} s: is it stopped? Its last message was: {self._awaited}")
-        return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
+        return StallError(f"worker {self.number}: nobody answers at {self._channel.address}, where bpsfast run should "
                           f"listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key "
                           "a different one?")
 
@@ -182,19 +165,19 @@ class CoordinatorClient:
 
     def _listen(self, timeout_s: float) -> None:
         if timeout_s > 0.0:
-            self._line.wait(self._quiet_fd, timeout_s)
-        for message in self._line.recv_nowait():
+            self._channel.wait(None, timeout_s)
+        for message in self._channel.recv_nowait():
             self._heard_s = time.monotonic()
             match message:
-                case Wait():
+                case protocol.Wait():
                     self._awaited = message.awaited
                 case Formed() | Refused() | Over():
                     self._formed = message
-                case Value() if message.job == self.job:
+                case protocol.Value() if message.job == self.job:
                     self._values[message.key] = message.value
-                case Void():
+                case protocol.Void():
                     self._void = {message.job: message.reason}
-                case Newcomers():
+                case protocol.Newcomers():
                     self._newcomers = message.job, message.count
 
     # -- the store of a job ----------------------------------------------------------------------------------------
@@ -206,13 +189,13 @@ class CoordinatorClient:
             raise CapacityError(f"{key[:protocol.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
                                 f"characters; the coordinator stores {protocol.MOST_VALUE_NBYTES} bytes under a key of "
                                 f"{protocol.MOST_KEY_LENGTH}")
-        self._line.tell(Put(member=self.number, job=job, key=key, value=value))
+        self._channel.tell(protocol.Put(member=self.number, job=job, key=key, value=value))
 
     def value(self, job: int, key: str, timeout_s: float) -> str:
         """Wait for the value of *key*; raises `PeerLostError` once the job is void, `TimeoutError` at the deadline."""
         deadline = time.monotonic() + timeout_s
         if key not in self._values:
-            self._line.tell(Want(member=self.number, job=job, key=key))
+            self._channel.tell(protocol.Want(member=self.number, job=job, key=key))
         while key not in self._values:
             if job in self._void:
                 raise PeerLostError(self._void[job])

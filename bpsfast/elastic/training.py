@@ -105,7 +105,7 @@ class State(ABC):
         root = int(np.argmax(found))
         n_commits = int(found[root])
         self.give(root)
-        self.n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
+        self.n_commits = max(1, n_commits)  # even without a commit more than a newcomer's
         self.keep()
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
@@ -236,7 +236,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             state.sync()
             member.has_state = True
             returned = [train()]
-            process.barrier()  # nobody is gone while others may still have to go back to a commit
+            process.barrier()  # no rank leaves while others may still have to go back to a commit
         except WorkersJoined:
             process.shutdown()
         except Exception as exc:

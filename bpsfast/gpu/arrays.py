@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,29 +26,9 @@ GPU_TYPES = {2, 10}
 _LEGACY = 1
 
 
-class DeviceTensor(Protocol):
-    """What `empty_like` needs of `trainer.tensor_input.TensorInput`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> str:
-        """The wire name of its dtype."""
-
-    @property
-    def owner(self) -> object:
-        """The array, or its DLPack capsule and the array."""
-
-    @property
-    def place(self) -> DeviceLocation | None:
-        """On which device it lies."""
-
-
 def of_ndarray(x: Any) -> DeviceLocation | None:
     """Return the location of an array of a class derived from NumPy's; None if it lies on the CPU."""
-    return host_device().place(x.stream) if isinstance(x, HostArray) else None
+    return host_device().location(x.stream) if isinstance(x, HostArray) else None
 
 
 def of_torch(tensor: Any) -> DeviceLocation:
@@ -65,14 +45,11 @@ def of_torch(tensor: Any) -> DeviceLocation:
 def of_array_interface(x: Any) -> DeviceLocation:
     """Return the location of *x*, which has ``__cuda_array_interface__``.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is no CuPy, or it finds no device with this memory.
+    Raises `UnsupportedError` if there is no CuPy, or it finds no device with this memory.
     """
     module = cupy()
     if isinstance(x, module.ndarray):
-        return cuda_device(int(x.device.id)).place()
+        return cuda_device(int(x.device.id)).location()
     runtime = module.cuda.runtime
     interface = x.__cuda_array_interface__
     address = interface["data"][0]
@@ -87,39 +64,26 @@ def of_array_interface(x: Any) -> DeviceLocation:
     if stream == 0:
         raise UnsupportedError("__cuda_array_interface__ names stream 0, which its version 3 forbids: 1 is the default "
                                "stream, 2 that of the thread")
-    return device.place(device.stream_at(_LEGACY if stream is None else int(stream)))
+    return device.location(device.stream_at(_LEGACY if stream is None else int(stream)))
 
 
 def of_dlpack(x: Any, device_id: int) -> tuple[DeviceLocation, int]:
-    """Return the location of *x*, which lies on CUDA device *device_id*, and the stream to export it on. Call
-    `location_after_export` after the export. Raises as `of_array_interface`.
+    """Return the location of *x* on CUDA device *device_id*, and the stream to export it on; raises as
+    `of_array_interface`.
+
+    Call `location_after_export` after the export.
     """
     device = cuda_device(device_id)
     torch = sys.modules.get("torch")
     is_torchs = torch is not None and isinstance(x, torch.Tensor)
-    return of_torch(x) if is_torchs else device.place(), device.dlpack_stream.handle
+    return of_torch(x) if is_torchs else device.location(), device.dlpack_stream.handle
 
 
-def location_after_export(place: DeviceLocation) -> DeviceLocation:
-    """Return *place* as it is after its owner has exported the array on the device's DLPack stream."""
-    device = place.device
+def location_after_export(location: DeviceLocation) -> DeviceLocation:
+    """Return *location* as it is after its owner has exported the array on the device's DLPack stream."""
+    device = location.device
     assert isinstance(device, CudaDevice), "only CUDA devices export by DLPack"
-    return DeviceLocation(device, device.dlpack_stream.record(), place.caller)
-
-
-def empty_like(source: DeviceTensor) -> Any:
-    """Return a new array like *source*, which lies on a device: of torch, of the host device, else of CuPy."""
-    assert source.place is not None, "it lies on a device"
-    owner = source.owner[1] if isinstance(source.owner, tuple) else source.owner  # with its DLPack capsule
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(owner, torch.Tensor):
-        return torch.empty_like(owner, requires_grad=False, memory_format=torch.contiguous_format)
-    if isinstance(owner, np.ndarray):
-        fresh = np.empty(source.shape, TABLE[source.dtype].numpy).view(type(owner))
-        if isinstance(owner, HostArray) and isinstance(fresh, HostArray):
-            fresh.stream = owner.stream
-        return fresh
-    return zeros(source.shape, source.dtype, source.place.device.name)
+    return DeviceLocation(device, device.dlpack_stream.record(), location.caller)
 
 
 def device_of(device: str) -> Device:
@@ -136,20 +100,16 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     """Return a new array of zeros on *device* ("host", "cuda" or "cuda:1"); on a GPU a CuPy array, ordered on CuPy's
     current stream.
 
-    Raises
-    ------
-    ConfigError
-        If *device* is no such name.
-    UnsupportedError
-        If there is no such device, or CuPy has no such dtype.
+    Raises `ConfigError` if *device* is no such name. Raises `UnsupportedError` if there is no such device, or CuPy has
+    no such dtype.
     """
     numpy_dtype = TABLE[dtype].numpy
     if device == "host":
         return np.zeros(shape, numpy_dtype).view(HostArray)
-    place = device_of(device)  # first: a wrong name is an error without CuPy, too
+    found = device_of(device)  # first: a wrong name is an error without CuPy, too
     module = cupy()
-    assert isinstance(place, CudaDevice), f"{device} is of no known kind"
-    with place.current(f"making an array of {shape}"):
+    assert isinstance(found, CudaDevice), f"{device} is of no known kind"
+    with found.current(f"making an array of {shape}"):
         try:
             return module.zeros(shape, numpy_dtype)
         except (TypeError, ValueError) as exc:

@@ -27,31 +27,21 @@ def sums_in_island(settings: Settings, dtype: str, codec: CodecSpec | None) -> b
 
 
 class Members(Protocol):
-    """The group of ranks that form an island: what communicators need of `collectives.group.Group`. All calls but
-    `close` are collective.
-    """
+    """The group of ranks that form an island: what communicators need of `collectives.group.Group`."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     timeout_s: float
 
-    def barrier(self, text: str = "") -> None:
-        """Wait for all members; they must give the same *text*."""
-
-    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
-        """Return the *data* of member *root*."""
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the *data* of all members, in their order."""
-
-    def close(self) -> None:
-        """Leave the group."""
+    def barrier(self, text: str = "") -> None: ...
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes: ...
+    def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+    def close(self) -> None: ...
 
 
 class IslandRange(NamedTuple):
-    """*nbytes* that are reduced from each member's *source* to the *target* of member *root*, or broadcast from there.
-    """
+    """*nbytes* to reduce from each member's *source* to the *target* of member *root*, or to broadcast from there."""
 
     source: int
     target: int
@@ -86,10 +76,7 @@ _SUM = 0  # ncclRedOp_t
 class NcclCommunicator:
     """The members of *group*, each with its own GPU. See `Communicator`.
 
-    Raises
-    ------
-    UnsupportedError
-        If CuPy has no NCCL: on all members, if the first has none.
+    Raises `UnsupportedError` if CuPy has no NCCL: on all members, if the first has none.
     """
 
     def __init__(self, device: CudaDevice, group: Members) -> None:
@@ -110,39 +97,34 @@ class NcclCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        """See `Communicator`."""
-        for event in after:
-            stream.wait(event)
-        with self._grouped("reducing"):
+        with self._enqueued("reducing", stream, after, then):
             for each in ranges:
                 self._communicator.reduce(each.source, each.target, _count(each, dtype), DTYPES[dtype], _SUM, each.root,
                                           handle_of(stream))
-        then(stream.record())
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        """See `Communicator`."""
-        for event in after:
-            stream.wait(event)
-        with self._grouped("broadcasting"):
+        with self._enqueued("broadcasting", stream, after, then):
             for each in ranges:
                 self._communicator.bcast(each.target, _count(each, dtype), DTYPES[dtype], each.root, handle_of(stream))
-        then(stream.record())
 
     def close(self) -> None:
-        """See `Communicator`."""
         with self._calls("leaving"):
             self._communicator.abort()  # `destroy` would wait for members that may be gone
         self._group.close()
 
     @contextmanager
-    def _grouped(self, what: str) -> Iterator[None]:
+    def _enqueued(self, what: str, stream: Stream, after: Sequence[Event], then: OnEnqueued) -> Iterator[None]:
+        """Make one group of the calls inside, behind *after*."""
+        for event in after:
+            stream.wait(event)
         with self._calls(what):
             self._nccl.groupStart()
             try:
                 yield
             finally:
                 self._nccl.groupEnd()
+        then(stream.record())
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:

@@ -72,12 +72,12 @@ def partition_copies(nbytes: int, stride: int, ranges: Sequence[DeviceRange]) ->
 class DeviceCopy:
     """The copy of one unit between a device and the host. Any thread may wait for it.
 
-    *keeps* holds the memory on the device as long as copies may go on. The least *urgency* goes first.
+    *keeps* holds the memory on the device as long as copies may go on. The highest *priority* goes first.
     """
 
-    def __init__(self, title: str, urgency: int, keeps: object) -> None:
+    def __init__(self, title: str, priority: int, keeps: object) -> None:
         self.title = title
-        self.urgency = urgency
+        self.priority = priority
         self.keeps = keeps
         self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by the thread that ends it
         self.is_queued = False  # then only the copy thread releases its memory
@@ -110,13 +110,7 @@ class DeviceCopy:
         self.keeps = None
 
     def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
-        """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.
-
-        Raises
-        ------
-        StallError
-            If it is not over at *deadline* (time.monotonic).
-        """
+        """Wait until it is over, calling *meanwhile* now and then; raise its error, or `StallError` at *deadline*."""
         while not self._over.is_set():
             rest_s = deadline - time.monotonic()
             if self._over.wait(max(0.0, min(rest_s, _SLICE_S))):
@@ -151,7 +145,6 @@ class CopyThread(ABC, Generic[C]):
         self._why_closed: Callable[[], BpsError] = lambda: DeviceError(f"{name} is closed")
 
     def add(self, copy: C) -> None:
-        """Queue *copy*."""
         with self._condition:
             if not self._is_closed:
                 copy.is_queued = True
@@ -235,29 +228,19 @@ class CopyThread(ABC, Generic[C]):
         """Go on with *under_way*, blocking a while if nothing can be done; return those that are not over."""
 
 
-# -- to the host -------------------------------------------------------------------------------------------------------
-
-
 class CopyToHost(DeviceCopy):
     """The copy of *partitions* of a unit to the host, where the unit lies at *address*.
 
-    Parameters
-    ----------
-    after
-        Events after which the input may be read.
-    on_copied
-        Called with each partition once it is copied, and when its copies began (ns).
-    readers
-        Copies that still read the sum of an earlier round, and must end first.
-    on_device
-        Partitions that a card reads from the device: by number, the address at which the unit would begin there. They
-        are copied within the device.
+    The input may be read after the events *after*. *on_copied* is called with each partition once it is copied, and
+    with the time at which its copies began (ns). *readers* are copies that still read the sum of an earlier round, and
+    must end first. *on_device*: partitions that a card reads from the device, by number, with the address at which the
+    unit would begin there; they are copied within the device.
     """
 
-    def __init__(self, title: str, urgency: int, address: int, partitions: Sequence[PartitionCopy],
+    def __init__(self, title: str, priority: int, address: int, partitions: Sequence[PartitionCopy],
                  after: Sequence[Event], on_copied: Callable[[PartitionCopy, int], None], keeps: object,
                  readers: Sequence[CopyToDevice] = (), on_device: Mapping[int, int] = NOWHERE) -> None:
-        super().__init__(title, urgency, keeps)
+        super().__init__(title, priority, keeps)
         self.address = address
         self.on_device = on_device
         self.partitions = partitions
@@ -268,8 +251,7 @@ class CopyToHost(DeviceCopy):
         self._readers = deque(readers)
 
     def is_ready(self, pending: set[Hashable]) -> bool:
-        """Return whether copies that are enqueued now begin at once. *pending* collects the origins of events that are
-        not reached: their later events are not asked.
+        """Return whether copies that are enqueued now begin at once; add origins of events that are not to *pending*.
         """
         while self._after:
             origin = self._after[0].origin
@@ -305,7 +287,7 @@ class ToHostCopier(CopyThread[CopyToHost]):
         copying = self._copying
         ready = _ready(under_way)
         while ready and (len(copying) < _LEAST_PARTITIONS or self._nbytes < _WINDOW_NBYTES):
-            copy = min(ready, key=lambda copy: copy.urgency)  # of equal ones the first that was added
+            copy = max(ready, key=lambda copy: copy.priority)  # of equal ones the first that was added
             copying.append(_enqueue_next(copy, stream))
             self._nbytes += copying[-1].partition.nbytes
             if copy.n_begun == len(copy.partitions):
@@ -344,34 +326,21 @@ def _enqueue_next(copy: CopyToHost, stream: Stream) -> _Copying:
     return _Copying(stream.record(), copy, partition, begin_ns)
 
 
-# -- to the device -----------------------------------------------------------------------------------------------------
-
-
 class CopyToDevice(ResultCopy):
     """The copy of *partitions* of a unit's sum to a device, after the events *after*.
 
-    Parameters
-    ----------
-    source
-        Returns where the sum's bytes from an offset on lie on the host, or on the device.
-    wait
-        Waits up to so many seconds for a partition, by its number, and returns whether it is complete. Raises if it
-        never will be.
-    on_copied
-        Called with each partition once it is on the device, and when its copies began (ns).
-    keeps
-        Holds the memory that is written.
-    whole
-        Whether to wait for partitions without copies, too.
-    on_device
-        The numbers of the partitions that a card has written to the device.
+    *source* returns where the sum's bytes from an offset on lie, on the host or on the device. *wait* waits up to a
+    number of seconds for a partition, by its number, and returns whether it is complete; it raises if it never will be.
+    *on_copied* is called with each partition once it is on the device, and with the time at which its copies began
+    (ns). *keeps* holds the memory that is written. *whole*: also wait for partitions without copies. *on_device*: the
+    numbers of the partitions that a card has written to the device.
     """
 
-    def __init__(self, title: str, urgency: int, partitions: Sequence[PartitionCopy], after: Sequence[Event],
+    def __init__(self, title: str, priority: int, partitions: Sequence[PartitionCopy], after: Sequence[Event],
                  source: Callable[[int], int], wait: Callable[[int, float], bool],
                  on_copied: Callable[[PartitionCopy, int], None], keeps: object, whole: bool = False,
                  on_device: Collection[int] = ()) -> None:
-        super().__init__(title, urgency, keeps)
+        super().__init__(title, priority, keeps)
         self.left = {partition.number: partition for partition in partitions if whole or partition.copies}
         self.after = after
         self.source = source
@@ -380,7 +349,7 @@ class CopyToDevice(ResultCopy):
         self.on_copied = on_copied
         self.copying: deque[tuple[Event, PartitionCopy, int]] = deque()
         self._stream: Stream | None = None
-        self._own: OwnStream | None = None
+        self.own_stream: OwnStream | None = None
         self._finished = threading.Event()
 
     @property
@@ -393,35 +362,23 @@ class CopyToDevice(ResultCopy):
         return self._finished.wait(timeout_s)
 
     def stream(self, device: Device, shared: Stream) -> Stream:
-        """Return the stream for its copies: *shared*, or one of its own if they must wait for its owner's work, as
-        others' copies must not.
+        """Return the stream for its copies: *shared*, or its own if they must wait for work of its owner, as others
+        must not.
         """
         if self._stream is None:
             if not all(event.done() for event in self.after):
-                self._own = device.stream()
+                self.own_stream = device.stream()
                 for event in self.after:
-                    self._own.wait(event)
-            self._stream = self._own or shared
+                    self.own_stream.wait(event)
+            self._stream = self.own_stream or shared
         return self._stream
 
-    @property
-    def has_own_stream(self) -> bool:
-        """Whether its copies are on a stream of its own."""
-        return self._own is not None
-
-    def drain(self) -> None:
-        """Wait for its own stream, if it has one."""
-        if self._own is not None:
-            with contextlib.suppress(Exception):  # as `CopyThread._drain`
-                self._own.record().wait()
-
     def release_memory(self) -> None:
-        """See `DeviceCopy`."""
         super().release_memory()
         self._finished.set()
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        if self.own_stream is not None:
+            self.own_stream.close()
+            self.own_stream = None
 
 
 class ToDeviceCopier(CopyThread[CopyToDevice]):
@@ -432,7 +389,7 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
         for copy in under_way:
             if copy.is_over and copy.has_failed:  # its caller has ended it
                 copy.left.clear()
-        for copy in sorted(under_way, key=lambda copy: copy.urgency):
+        for copy in sorted(under_way, key=lambda copy: copy.priority, reverse=True):
             complete = [partition for partition in itertools.islice(copy.left.values(), _N_ASKED)
                         if copy.wait_for(partition.number, 0.0)]
             if copy.on_device and any(each.number in copy.on_device and each.copies for each in complete):
@@ -454,7 +411,7 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
                 copy.wait_for(next(iter(copy.left)), _LOOK_S)
                 return
         for copy in under_way:
-            if copy.copying and not copy.has_own_stream:  # copies that are added now come after it anyway
+            if copy.copying and copy.own_stream is None:  # copies that are added now come after it anyway
                 copy.copying[0][0].wait()
                 return
         self._pause()
@@ -462,7 +419,8 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
     def _drain(self, left: list[CopyToDevice], stream: Stream) -> None:
         super()._drain(left, stream)
         for copy in left:
-            copy.drain()
+            if copy.own_stream is not None:
+                super()._drain(left, copy.own_stream)
 
 
 def _enqueue(copy: CopyToDevice, partition: PartitionCopy, stream: Stream) -> None:

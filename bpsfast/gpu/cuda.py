@@ -15,7 +15,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..orchestration.errors import DeviceError, UnsupportedError
@@ -38,13 +38,7 @@ _PER_THREAD = 2
 
 @functools.cache
 def cupy() -> Any:
-    """Return the module `cupy`.
-
-    Raises
-    ------
-    UnsupportedError
-        If CuPy is not installed, or finds no device.
-    """
+    """Return the module `cupy`. Raises `UnsupportedError` if CuPy is not installed, or finds no device."""
     try:
         import cupy as module
     except ImportError as exc:
@@ -69,7 +63,6 @@ class CudaEvent:
         self.origin = device, handle, threading.get_ident() if handle == _PER_THREAD else None
 
     def done(self) -> bool:
-        """See `Event`."""
         runtime = cupy().cuda.runtime
         with _failures(self._device, "asking for an event"):
             status = runtime.eventQuery(self._event.ptr)  # CuPy's `Event.done` takes a failure for "not yet"
@@ -78,7 +71,6 @@ class CudaEvent:
             return bool(status == _SUCCESS)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event`."""
         if timeout_s is None:
             with _failures(self._device, "waiting for an event"):
                 self._event.synchronize()
@@ -107,7 +99,6 @@ class CudaStream:
         return 0, self.handle
 
     def record(self) -> CudaEvent:
-        """See `Stream`."""
         module = cupy()
         with self._device.current("recording an event"):
             event = module.cuda.Event(block=True, disable_timing=True)
@@ -129,7 +120,6 @@ class CudaStream:
                                             self.handle)
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
-        """See `Stream`."""
         with self._device.current(f"copying {nbytes} bytes within it"):
             cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _WITHIN, self.handle)
 
@@ -164,12 +154,10 @@ class CudaDevice:
                 runtime.setDevice(before)
 
     def enter(self) -> None:
-        """See `Device`."""
         with _failures(self.name, "entering it"):
             self._runtime.setDevice(self.number)
 
     def stream(self) -> CudaStream:
-        """See `Device`."""
         with self.current("making a stream"):
             return self._of_cupy(cupy().cuda.Stream(non_blocking=True))
 
@@ -200,7 +188,7 @@ class CudaDevice:
                 self._dlpack_stream = self.stream()
             return self._dlpack_stream
 
-    def place(self, stream: CudaStream | None = None) -> DeviceLocation:
+    def location(self, stream: CudaStream | None = None) -> DeviceLocation:
         """Return the location of an array whose owner works on *stream*; None: on CuPy's current one."""
         if stream is not None:
             own = stream
@@ -214,12 +202,8 @@ class CudaDevice:
             cupy().cuda.runtime.hostRegister(address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
-        """See `Device`."""
-        try:
-            with self.current("unpinning pages of the host"):
-                self._runtime.hostUnregister(address)
-        except DeviceError:
-            return  # the context is gone, or broken by a failure that was raised where it came from
+        with suppress(DeviceError), self.current("unpinning pages of the host"):
+            self._runtime.hostUnregister(address)  # fails if the context is gone, or broken by an earlier failure
 
     def share(self, nbytes: int) -> SharedMemory:
         """See `Device`. Aligned to whole pages of the host, as dma-bufs require; cudaMalloc's memory is not."""
@@ -238,17 +222,13 @@ class CudaDevice:
         return SharedMemory(address, rounded, fd, self.address, lambda: self._free(begin))
 
     def _free(self, address: int) -> None:
-        try:
-            with self.current("freeing memory that was shared with cards"):
-                self._runtime.free(address)
-        except DeviceError:
-            return  # as for `unpin`
+        with suppress(DeviceError), self.current("freeing memory that was shared with cards"):
+            self._runtime.free(address)  # as for `unpin`
 
     def flush_remote_writes(self) -> None:
-        """See `Device`."""
         if self._needs_flush:
             with self.current("waiting for what cards have written"):
-                flush_writes()
+                _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))
 
 
 @functools.cache
@@ -290,12 +270,8 @@ def _library() -> Any:
 def _call(name: str, *arguments: Any) -> None:
     """Call *name* in the context that is current in this thread.
 
-    Raises
-    ------
-    UnsupportedError
-        If the driver has no such call.
-    DeviceError
-        With the driver's name for what failed.
+    Raises `UnsupportedError` if the driver has no such call. Raises `DeviceError` with the driver's name for what
+    failed.
     """
     try:
         function = getattr(_library(), name)
@@ -334,10 +310,7 @@ def dma_buf(address: int, nbytes: int) -> int:
 def needs_flush(device: int) -> bool:
     """Return whether CUDA device *device* may see a card's writes later than the host sees their completion.
 
-    Raises
-    ------
-    UnsupportedError
-        If it may, and its writes cannot be flushed.
+    Raises `UnsupportedError` if it may, and its writes cannot be flushed.
     """
     if _attribute(device, _WRITES_ORDERING) >= _TO_OWNER:
         return False
@@ -345,8 +318,3 @@ def needs_flush(device: int) -> bool:
         raise UnsupportedError(f"cuda:{device} does not order what cards write into its memory, and cannot flush it "
                                "(cuFlushGPUDirectRDMAWrites)")
     return True
-
-
-def flush_writes() -> None:
-    """Block until the device whose context is current sees all that cards have written to it until now."""
-    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))

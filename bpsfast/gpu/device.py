@@ -95,12 +95,8 @@ class Device(Protocol):
     def share(self, nbytes: int) -> SharedMemory:
         """Return new device memory that a card can reach.
 
-        Raises
-        ------
-        UnsupportedError
-            If the device or its driver does not support it.
-        DeviceError
-            If the device has no memory left.
+        Raises `UnsupportedError` if the device or its driver does not support it. Raises `DeviceError` if the device
+        has no memory left.
         """
 
     def flush_remote_writes(self) -> None:
@@ -135,7 +131,6 @@ class DeviceSegment:
 
     @property
     def address(self) -> int:
-        """Its address on the device."""
         if self.memory is None:
             raise UnsupportedError("a sum lies in the memory of another rank's GPU, which hands it on")
         return self.memory.address
@@ -150,5 +145,4 @@ class DeviceRegion(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Their address on the device."""
         return self.segment.address + self.offset

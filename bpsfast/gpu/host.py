@@ -10,6 +10,7 @@ import functools
 import os
 import queue
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -26,7 +27,7 @@ _CLOSE_S = 5.0
 
 
 class HostEvent:
-    """An event of a `HostStream`, which is its *origin*."""
+    """An event of a `HostStream`, which is its *origin*. See `Event`."""
 
     def __init__(self, origin: Hashable) -> None:
         self.origin = origin
@@ -39,21 +40,40 @@ class HostEvent:
         self._reached.set()
 
     def done(self) -> bool:
-        """See `Event`."""
         if self._reached.is_set() and self._error is not None:
             raise DeviceError(f"a stream of the host device failed: {self._error!r}") from self._error
         return self._reached.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event`."""
         return self._reached.wait(timeout_s) and self.done()
 
 
-class HostStream:
-    """A thread that runs enqueued work. See `Stream`."""
+class _HostQueue(ABC):
+    """What streams of the host have in common: their work are functions."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Run *work* after all earlier work."""
+
+    def wait(self, event: Event) -> None:
+        self.run(event.wait)
+
+    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
+        self._device.require_pinned(destination if to_host else source, nbytes)
+        self.move(destination, source, nbytes)
+
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        self.run(lambda: copy(destination, source, nbytes))
+
+
+class HostStream(_HostQueue):
+    """A thread that runs enqueued work. See `Stream`."""
+
+    def __init__(self, device: HostDevice) -> None:
+        super().__init__(device)
         self._lock = threading.Lock()
         self._is_closed = False
         self._work: queue.SimpleQueue[Callable[[BaseException | None], None] | None] = queue.SimpleQueue()
@@ -69,7 +89,6 @@ class HostStream:
         self._enqueue(step)
 
     def record(self) -> HostEvent:
-        """See `Stream`."""
         event = HostEvent(self)
         self._enqueue(event.reach)
         return event
@@ -81,21 +100,7 @@ class HostStream:
                 return
         step(DeviceError("it was closed before"))  # a thread that waits for the event must not wait forever
 
-    def wait(self, event: Event) -> None:
-        """See `Stream`."""
-        self.run(event.wait)
-
-    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        """See `Stream`."""
-        self._device.require_pinned(destination if to_host else source, nbytes)
-        self.run(lambda: copy(destination, source, nbytes))
-
-    def move(self, destination: int, source: int, nbytes: int) -> None:
-        """See `Stream`."""
-        self.run(lambda: copy(destination, source, nbytes))
-
     def close(self) -> None:
-        """See `OwnStream`."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -113,30 +118,20 @@ class HostStream:
             del step
 
 
-class _Program:
+class _Program(_HostQueue):
     """The stream of the host's own program: everything before the current call is done."""
 
-    def __init__(self, device: HostDevice) -> None:
-        self._device = device
+    def run(self, work: Callable[[], object]) -> None:
+        work()
 
     def record(self) -> HostEvent:
         event = HostEvent(self._device)
         event.reach()
         return event
 
-    def wait(self, event: Event) -> None:
-        event.wait()
-
-    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        self._device.require_pinned(destination if to_host else source, nbytes)
-        copy(destination, source, nbytes)
-
-    def move(self, destination: int, source: int, nbytes: int) -> None:
-        copy(destination, source, nbytes)
-
 
 class HostDevice:
-    """See `Device`."""
+    """The device of `host_device`. See `Device`."""
 
     def __init__(self) -> None:
         self.name = "host"
@@ -147,23 +142,19 @@ class HostDevice:
         """See `Device`."""
 
     def stream(self) -> HostStream:
-        """See `Device`."""
         return HostStream(self)
 
     def pin(self, address: int, nbytes: int, writable: bool) -> None:
-        """See `Device`."""
         with self._lock:
             if any(begin < address + nbytes and address < end for begin, end in self._pinned):
                 raise DeviceError(f"pages at {address:#x} are pinned already")  # as CUDA refuses it
             self._pinned = sorted([*self._pinned, (address, address + nbytes)])
 
     def unpin(self, address: int) -> None:
-        """See `Device`."""
         with self._lock:
             self._pinned = [(begin, end) for begin, end in self._pinned if begin != address]
 
     def share(self, nbytes: int) -> SharedMemory:
-        """See `Device`."""
         try:
             segment = Segment(nbytes, name="bpsfast-device")
         except OSError as exc:
@@ -180,7 +171,7 @@ class HostDevice:
         if at < 0 or address + nbytes > pinned[at][1]:
             raise DeviceError(f"a copy from or to {nbytes} bytes at {address:#x} of the host, which are not pinned")
 
-    def place(self, stream: Stream | None = None) -> DeviceLocation:
+    def location(self, stream: Stream | None = None) -> DeviceLocation:
         """Return the location of an array whose owner works on *stream*; None: in the host's own program."""
         own = _Program(self) if stream is None else stream
         return DeviceLocation(self, own.record(), lambda: own)

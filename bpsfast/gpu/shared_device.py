@@ -2,8 +2,9 @@
 
     copy to the own window, record | barrier | wait for the others' records, read their windows, record
 
-A window has two slots, used in turn. A rank that fills a slot again has passed a barrier since all others recorded that
-they had read it, and its stream waits for that record. So there is one barrier on the host for each slot, in a thread.
+A window has two halves, used in turn. A rank that fills a half again has passed a barrier since all others recorded
+that they had read it, and its stream waits for that record. So there is one barrier on the host for each half, in a
+thread.
 
 Windows are opened by CUDA IPC on a GPU, by a memfd on the host device. They are buffers of our own because frameworks
 may allocate memory that cannot be exported (expandable segments). Exported events order streams of different processes;
@@ -38,9 +39,9 @@ _ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _TO_DEVICE = 1
 _THREADS, _BLOCKS = 256, 1024
 _SLICE_S = 0.2
-_SLOT_NBYTES = 8 << 20
+_HALF_NBYTES = 8 << 20
 _ALIGN = 256
-_FILLED, _READ = 0, 2  # events of the first slot; those of the second one follow
+_FILLED, _READ = 0, 2  # events of the first half; those of the second one follow
 #: How long `close` waits for the thread: a barrier gives up within a second.
 _CLOSE_S = 10.0
 
@@ -68,7 +69,7 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """Windows of the host device. `record` blocks until its event is reached, so a barrier orders all."""
+    """`Windows` of the host device. `record` blocks until its event is reached, so a barrier orders all."""
 
     def __init__(self, group: Members, nbytes: int, is_closed: Callable[[], bool]) -> None:
         self._group, self._is_closed = group, is_closed
@@ -92,7 +93,6 @@ class HostWindows:
         self.addresses = [np.frombuffer(each, np.uint8).ctypes.data for each in self._maps]
 
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
-        """See `Windows`."""
         assert isinstance(stream, HostStream), "a stream of the host device"
         stream.run(partial(self._copy, target, source, nbytes))
 
@@ -100,7 +100,6 @@ class HostWindows:
         copy(target, source, nbytes)  # a method, so that enqueued work keeps the windows mapped
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
-        """See `Windows`."""
         assert isinstance(stream, HostStream), "a stream of the host device"
 
         def work() -> None:
@@ -112,7 +111,6 @@ class HostWindows:
         stream.run(work)
 
     def record(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         deadline = time.monotonic() + self._group.timeout_s
         event = stream.record()
         while not event.wait(_SLICE_S):
@@ -124,7 +122,6 @@ class HostWindows:
         """See `Windows`."""
 
     def close(self) -> None:
-        """See `Windows`."""
         self.addresses = []
         for each in self._maps:
             with suppress(BufferError):  # a stream still works there
@@ -158,7 +155,7 @@ _kept: dict[tuple[int, int, int], list[_Own]] = {}
 
 
 class CudaWindows:
-    """Windows on one GPU."""
+    """Windows on one GPU. See `Windows`."""
 
     def __init__(self, device: CudaDevice, group: Members, nbytes: int, n_events: int) -> None:
         self._device, self._group = device, group
@@ -218,12 +215,10 @@ class CudaWindows:
             runtime.memcpy(self._table, table.ctypes.data, table.nbytes, _TO_DEVICE)
 
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
-        """See `Windows`."""
         with self._device.current(f"copying {nbytes} bytes for an island"):
             cupy().cuda.runtime.memcpyAsync(target, source, nbytes, _ON_DEVICE, handle_of(stream))
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
-        """See `Windows`."""
         n = nbytes // TABLE[dtype].itemsize
         arguments = (np.uint64(target), np.uint64(own), np.uint64(self._table), np.int64(offset),
                      np.int64(self._group.rank), np.int64(self._group.size), np.int64(n))
@@ -233,18 +228,15 @@ class CudaWindows:
                 kernel((min(_BLOCKS, -(-n // _THREADS)),), (_THREADS,), arguments)
 
     def record(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         with self._device.current("recording an event for an island"):
             cupy().cuda.runtime.eventRecord(self._own.events[number].ptr, handle_of(stream))
 
     def wait(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         with self._device.current("letting a stream wait for an island"):
             for events in self._events.values():
                 cupy().cuda.runtime.streamWaitEvent(handle_of(stream), events[number])
 
     def close(self) -> None:
-        """See `Windows`."""
         try:
             self._close_others()
         finally:
@@ -275,8 +267,8 @@ def _current(stream: Stream) -> Any:
     return kinds.ExternalStream(handle_of(stream))
 
 
-class _SlotPart(NamedTuple):
-    """*nbytes* of *range* from its byte *at* on, which lie at *offset* of a slot."""
+class _HalfPart(NamedTuple):
+    """*nbytes* of *range* from its byte *at* on, which lie at *offset* of a half."""
 
     range: IslandRange
     at: int
@@ -284,18 +276,18 @@ class _SlotPart(NamedTuple):
     offset: int
 
 
-def slot_ranges(ranges: Sequence[IslandRange], slot_nbytes: int) -> Iterator[list[_SlotPart]]:
-    """Split *ranges* into parts that fill one slot each, alike on all members."""
-    parts: list[_SlotPart] = []
+def half_ranges(ranges: Sequence[IslandRange], half_nbytes: int) -> Iterator[list[_HalfPart]]:
+    """Split *ranges* into parts that fill one half each, alike on all members."""
+    parts: list[_HalfPart] = []
     offset = 0
     for each in ranges:
         at = 0
         while at < each.nbytes:
-            if offset >= slot_nbytes:
+            if offset >= half_nbytes:
                 yield parts
                 parts, offset = [], 0
-            nbytes = min(each.nbytes - at, slot_nbytes - offset)
-            parts.append(_SlotPart(each, at, nbytes, offset))
+            nbytes = min(each.nbytes - at, half_nbytes - offset)
+            parts.append(_HalfPart(each, at, nbytes, offset))
             at += nbytes
             offset += -(-nbytes // _ALIGN) * _ALIGN
     if parts:
@@ -312,10 +304,10 @@ class SharedCommunicator:
         self._closed = False
         self._windows: Windows
         if isinstance(device, CudaDevice):
-            self._windows = CudaWindows(device, group, 2 * _SLOT_NBYTES, 4)
+            self._windows = CudaWindows(device, group, 2 * _HALF_NBYTES, 4)
         else:
-            self._windows = HostWindows(group, 2 * _SLOT_NBYTES, lambda: self._closed)
-        self._slot = 0
+            self._windows = HostWindows(group, 2 * _HALF_NBYTES, lambda: self._closed)
+        self._half = 0
         self._stream: Stream | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._go_on, name="bpsfast-island-sums", daemon=True)
@@ -323,13 +315,11 @@ class SharedCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        """See `Communicator`."""
-        self._calls.put(partial(self._call, "reduce", stream, tuple(after), tuple(ranges), dtype, then))
+        self._calls.put(partial(self._call, True, stream, tuple(after), tuple(ranges), dtype, then))
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        """See `Communicator`."""
-        self._calls.put(partial(self._call, "broadcast", stream, tuple(after), tuple(ranges), dtype, then))
+        self._calls.put(partial(self._call, False, stream, tuple(after), tuple(ranges), dtype, then))
 
     def close(self) -> None:
         """See `Communicator`. Waits for work that is enqueued on the device, as it still reads windows."""
@@ -355,44 +345,38 @@ class SharedCommunicator:
         except BaseException as exc:  # of a driver, say: whoever waits must be told
             self._fail(DeviceError(f"sums of the island {self._group.ranks} cannot go on: {exc!r}"))
 
-    def _call(self, what: str, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+    def _call(self, is_reduce: bool, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
               then: OnEnqueued) -> None:
         self._stream = stream
         for event in after:
             stream.wait(event)
-        fill, read = (self._put_sources, self._sum) if what == "reduce" else (self._put_target, self._take_target)
+        what = "reduce" if is_reduce else "broadcast"
         assert all(each.nbytes % TABLE[dtype].itemsize == 0 for each in ranges), "whole elements"
-        for parts in slot_ranges(ranges, _SLOT_NBYTES):
-            slot, self._slot = self._slot, 1 - self._slot
-            begin = slot * _SLOT_NBYTES
-            self._windows.wait(stream, _READ + slot)
-            fill(stream, parts, begin)
-            self._windows.record(stream, _FILLED + slot)
+        for parts in half_ranges(ranges, _HALF_NBYTES):
+            half, self._half = self._half, 1 - self._half
+            begin = half * _HALF_NBYTES
+            self._windows.wait(stream, _READ + half)
+            self._fill(is_reduce, stream, parts, begin)
+            self._windows.record(stream, _FILLED + half)
             self._group.barrier(f"{what} {dtype} {[(part.range.root, part.nbytes) for part in parts]}")
-            self._windows.wait(stream, _FILLED + slot)
-            read(stream, parts, begin, dtype)
-            self._windows.record(stream, _READ + slot)
+            self._windows.wait(stream, _FILLED + half)
+            self._read(is_reduce, stream, parts, begin, dtype)
+            self._windows.record(stream, _READ + half)
         then(stream.record())
 
-    def _put_sources(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
-        own = self._windows.addresses[self._group.rank] + begin
+    def _fill(self, is_reduce: bool, stream: Stream, parts: Sequence[_HalfPart], begin: int) -> None:
+        """Copy what others read to the own window: inputs for other roots, or the sums of which this is the root."""
+        rank = self._group.rank
+        own = self._windows.addresses[rank] + begin
         for each, at, nbytes, offset in parts:
-            if each.root != self._group.rank:
-                self._windows.copy(stream, own + offset, each.source + at, nbytes)
+            if (each.root != rank) == is_reduce:
+                self._windows.copy(stream, own + offset, (each.source if is_reduce else each.target) + at, nbytes)
 
-    def _sum(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+    def _read(self, is_reduce: bool, stream: Stream, parts: Sequence[_HalfPart], begin: int, dtype: str) -> None:
+        """Sum the windows as the root, or copy the sums from the roots' windows."""
         for each, at, nbytes, offset in parts:
-            if each.root == self._group.rank:
+            if is_reduce and each.root == self._group.rank:
                 self._windows.sum(stream, each.target + at, each.source + at, begin + offset, nbytes, dtype)
-
-    def _put_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
-        own = self._windows.addresses[self._group.rank] + begin
-        for each, at, nbytes, offset in parts:
-            if each.root == self._group.rank:
-                self._windows.copy(stream, own + offset, each.target + at, nbytes)
-
-    def _take_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
-        for each, at, nbytes, offset in parts:
-            if each.root != self._group.rank:
+            elif not is_reduce and each.root != self._group.rank:
                 window = self._windows.addresses[each.root] + begin
                 self._windows.copy(stream, each.target + at, window + offset, nbytes)

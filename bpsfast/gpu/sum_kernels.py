@@ -87,8 +87,6 @@ SUM(int64, u64, u64, SAME, SAME)
 
 @functools.cache
 def sum_kernel(dtype: str, number: int) -> Any:
-    """Return CuPy's kernel for *dtype*, compiled for the current device, *number*. It is kept for each device, as some
-    versions of CuPy keep the one of the first device only.
-    """
+    """Return CuPy's kernel for *dtype* and the current device, *number*: some versions keep only the first device's."""
     compiled = cupy().RawModule(code="#define DEVICE __device__\n" + SOURCE, options=("-std=c++11",))
     return compiled.get_function(f"sum_{dtype}")

@@ -1,4 +1,4 @@
-"""Host: facts about this machine, or about a recorded one, from its files and its kernel.
+"""Facts about this machine, or about a recorded one, from its files and its kernel.
 
 A recorded machine is a copy of its ``/sys`` and ``/proc``, and the kernel's answers in ``answers.json`` beside them, of
 which every field of `KernelAnswers` may be missing: unknown or empty. A user's machine can so be examined elsewhere
@@ -78,7 +78,7 @@ ANSWERS = "answers.json"
 
 
 class RecordedRoute(msgspec.Struct, forbid_unknown_fields=True):
-    """`netlink.Route` as text."""
+    """A `kernel.Route` as text, as a recorded machine has it."""
 
     netdev: str
     source: str | None = None
@@ -110,7 +110,7 @@ class KernelAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RecordedKernel(Kernel):
-    """A `Kernel` that answers from `answers`. Thread-safe."""
+    """A `Kernel` that answers from `answers`, without waiting. Thread-safe."""
 
     def __init__(self, answers: KernelAnswers) -> None:
         self.answers = answers
@@ -121,12 +121,10 @@ class RecordedKernel(Kernel):
         return self.answers.environ
 
     def addresses(self) -> dict[str, list[Interface]]:
-        """As `Kernel.addresses`."""
         return {netdev: sorted(map(ipaddress.ip_interface, texts), key=lambda interface: interface.version)
                 for netdev, texts in self.answers.addresses.items()}
 
     def route(self, destination: Address) -> Route:
-        """As `Kernel.route`."""
         found = self.answers.routes.get(str(destination))
         if found is None:
             raise OSError(errno.ENETUNREACH, f"no route to {destination}: {os.strerror(errno.ENETUNREACH)}")
@@ -134,21 +132,17 @@ class RecordedKernel(Kernel):
                      (found.gateway and ipaddress.ip_address(found.gateway)) or None, found.local)
 
     def resolve(self, host: str) -> list[Address]:
-        """As `Kernel.resolve`."""
         if host not in self.answers.names:
             raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: Name or service not known")
         return [ipaddress.ip_address(text) for text in self.answers.names[host]]
 
     def shm_nbytes(self) -> int | None:
-        """As `Kernel.shm_nbytes`."""
         return self.answers.shm_nbytes
 
     def statistics(self, netdev: str) -> dict[str, int]:
-        """As `Kernel.statistics`."""
         return self.answers.statistics.get(netdev, {})
 
     def pause_priorities(self, netdev: str) -> tuple[int, ...] | None:
-        """As `Kernel.pause_priorities`."""
         found = self.answers.pause_priorities.get(netdev)
         return None if found is None else tuple(found)
 
@@ -166,10 +160,7 @@ class RecordedKernel(Kernel):
 def open_host(root: str | None = None) -> Host:
     """Return this machine, or the one recorded below *root*.
 
-    Raises
-    ------
-    ConfigError
-        *root* is not a folder, or its answers.json does not have the fields of `KernelAnswers`.
+    Raises `ConfigError` if *root* is not a folder, or its answers.json does not have the fields of `KernelAnswers`.
     """
     if root is None:
         return Host()

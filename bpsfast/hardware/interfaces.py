@@ -8,8 +8,6 @@ from .kernel import Interface
 from .sysfs import Tree
 
 FOLDER = "sys/class/net"
-#: .../type of an IPoIB interface (ARPHRD_INFINIBAND).
-IPOIB = 32
 #: largest speed (GT/s per lane) -> share of payload, by line code (PCIe 1-2: 8b/10b, 3-5: 128b/130b, 6: flits of 242
 #: in 256 bytes)
 _LINE_CODES = ((5.0, 8 / 10), (32.0, 128 / 130), (float("inf"), 242 / 256))
@@ -77,7 +75,6 @@ class Netdev:
 def netdev(tree: Tree, name: str, addresses: tuple[Interface, ...] = ()) -> Netdev:
     """Return the interface *name*."""
     speed = tree.number(FOLDER, name, "speed")
-    numa = tree.number(FOLDER, name, "device", "numa_node")
     return Netdev(
         name=name,
         mtu=tree.number(FOLDER, name, "mtu") or 0,
@@ -85,7 +82,7 @@ def netdev(tree: Tree, name: str, addresses: tuple[Interface, ...] = ()) -> Netd
         speed_mbps=speed if speed is not None and speed > 0 else None,
         kind=tree.number(FOLDER, name, "type") or 0,
         driver=tree.target(FOLDER, name, "device", "driver"),
-        numa_node=numa if numa is not None and numa >= 0 else None,
+        numa_node=tree.numa_node(FOLDER, name, "device"),
         master=tree.target(FOLDER, name, "master"),
         lowers=tuple(entry[len("lower_"):] for entry in tree.names(FOLDER, name) if entry.startswith("lower_")),
         n_rx_queues=sum(entry.startswith("rx-") for entry in tree.names(FOLDER, name, "queues")),

@@ -1,4 +1,4 @@
-"""Kernel: what system calls and the network say about this machine: addresses, routes, names, driver statistics, pings.
+"""Asks the kernel and the network about this machine: addresses, routes, names, driver statistics, pings.
 
 The counterpart of `sysfs.Tree`. Each method of `Kernel` asks one question, so that a recorded machine can answer it.
 
@@ -55,24 +55,6 @@ class Route:
     local: bool = False
 
 
-def route_to(destination: Address) -> Route:
-    """Return the kernel's route to *destination*.
-
-    Raises
-    ------
-    OSError
-        ENETUNREACH or EHOSTUNREACH if there is none, with the address in the text.
-    """
-    family = socket.AF_INET if destination.version == 4 else socket.AF_INET6
-    message = struct.pack("=BBBBBBBBI", family, destination.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
-    message += _attribute(_RTA_DST, destination.packed)
-    try:
-        reply = _netlink_request(_RTM_GETROUTE, message)
-    except OSError as exc:
-        raise OSError(exc.errno, f"no route to {destination}: {os.strerror(exc.errno or 0)}") from exc
-    return parse_route(reply, destination)
-
-
 def parse_route(reply: bytes, destination: Address) -> Route:
     """Return the route that the body of an RTM_NEWROUTE message describes."""
     found = dict(_attributes(reply[12:]))
@@ -84,15 +66,6 @@ def parse_route(reply: bytes, destination: Address) -> Route:
         netdev = ""
     return Route(destination, netdev, ipaddress.ip_address(source) if source else None,
                  ipaddress.ip_address(gateway) if gateway else None, local=reply[7] == _RTN_LOCAL)
-
-
-def pause_priorities(netdev: str) -> tuple[int, ...] | None:
-    """Return the priorities with priority flow control enabled; None if the driver does not report them."""
-    message = struct.pack("=BBH", 0, _DCB_CMD_IEEE_GET, 0) + _attribute(_DCB_ATTR_IFNAME, netdev.encode() + b"\0")
-    try:
-        return parse_pause(_netlink_request(_RTM_GETDCB, message))
-    except OSError:
-        return None
 
 
 def parse_pause(reply: bytes) -> tuple[int, ...] | None:
@@ -135,7 +108,7 @@ Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 class Kernel:
-    """This machine. Thread-safe."""
+    """The kernel of this machine: each method asks it one question. Thread-safe."""
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -149,8 +122,18 @@ class Kernel:
                 for netdev, found in psutil.net_if_addrs().items()}
 
     def route(self, destination: Address) -> Route:
-        """Return the route to an address; raises OSError if there is none."""
-        return route_to(destination)
+        """Return the kernel's route to *destination*.
+
+        Raises `OSError` with ENETUNREACH or EHOSTUNREACH if there is none; the text has the address.
+        """
+        family = socket.AF_INET if destination.version == 4 else socket.AF_INET6
+        message = struct.pack("=BBBBBBBBI", family, destination.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
+        message += _attribute(_RTA_DST, destination.packed)
+        try:
+            reply = _netlink_request(_RTM_GETROUTE, message)
+        except OSError as exc:
+            raise OSError(exc.errno, f"no route to {destination}: {os.strerror(exc.errno or 0)}") from exc
+        return parse_route(reply, destination)
 
     def resolve(self, host: str) -> list[Address]:
         """Return the addresses of a host name, IPv4 first; raises OSError if it has none."""
@@ -171,16 +154,62 @@ class Kernel:
         return found.f_frsize * found.f_blocks
 
     def statistics(self, netdev: str) -> dict[str, int]:
-        """Return the driver's statistics of an interface, as ``ethtool -S`` prints them; see `driver_statistics`."""
-        return driver_statistics(netdev)
+        """Return the driver's statistics of an interface by name; empty if there are none or no such interface.
+
+        They include pause frames and discards, which sysfs does not show.
+        """
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                info = _ethtool(sock, netdev, struct.pack("=IIQI", _GSSET_INFO, 0, 1 << _SET_STATISTICS, 0))
+                _, _, known, count = struct.unpack("=IIQI", info)
+                if not known or not count:
+                    return {}
+                head = struct.pack("=III", _GSTRINGS, _SET_STATISTICS, count)
+                names = _ethtool(sock, netdev, head + bytes(_NAME_NBYTES * count))[len(head):]
+                head = struct.pack("=II", _GSTATS, count)
+                values = _ethtool(sock, netdev, head + bytes(8 * count))[len(head):]
+        except OSError:
+            return {}
+        texts = [names[i * _NAME_NBYTES:(i + 1) * _NAME_NBYTES].split(b"\0")[0].decode("ascii", "replace").strip()
+                 for i in range(count)]
+        return dict(zip(texts, struct.unpack(f"={count}Q", values)))
 
     def pause_priorities(self, netdev: str) -> tuple[int, ...] | None:
-        """Return the priorities with priority flow control, None if the driver does not report them."""
-        return pause_priorities(netdev)
+        """Return the priorities with priority flow control enabled; None if the driver does not report them."""
+        message = struct.pack("=BBH", 0, _DCB_CMD_IEEE_GET, 0) + _attribute(_DCB_ATTR_IFNAME, netdev.encode() + b"\0")
+        try:
+            return parse_pause(_netlink_request(_RTM_GETDCB, message))
+        except OSError:
+            return None
 
     def ping(self, address: Address, nbytes: int, netdev: str | None = None, timeout_s: float = 1.0) -> PingResult:
-        """Send packets of *nbytes* that routers may not fragment; see the function `ping`."""
-        return ping(address, nbytes, netdev, timeout_s)
+        """Send up to three echo requests of *nbytes* (whole IP packets) to *address*, over *netdev* if given.
+
+        Raises `OSError` if the kernel refuses, for example because there is no route.
+        """
+        token = os.urandom(8)
+        payload = token.ljust(max(8, nbytes - header_nbytes(address)), b"\0")
+        try:
+            sock = _open(address)
+        except PermissionError:
+            return PingResult.FORBIDDEN
+        with sock:
+            try:
+                _forbid_fragments(sock, address)
+                if netdev is not None:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, netdev.encode())
+                sock.settimeout(timeout_s / _TRIES)
+                for number in range(_TRIES):
+                    sock.sendto(_request(address, number, payload), (str(address), 0))
+                    if _answered(sock, address, token, timeout_s / _TRIES):
+                        return PingResult.ANSWERED
+            except PermissionError:
+                return PingResult.FORBIDDEN
+            except OSError as exc:
+                if exc.errno == errno.EMSGSIZE:
+                    return PingResult.TOO_BIG
+                raise
+        return PingResult.SILENT
 
     def connect(self, address: Address, port: int, timeout_s: float = 1.0) -> str:
         """Try a TCP connection; return "open", "refused" (the host answers, but nothing listens) or an error text."""
@@ -207,28 +236,6 @@ _SIOCETHTOOL = 0x8946
 _GSTRINGS, _GSTATS, _GSSET_INFO = 0x1B, 0x1D, 0x37
 _SET_STATISTICS = 1
 _NAME_NBYTES = 32
-
-
-def driver_statistics(netdev: str) -> dict[str, int]:
-    """Return the driver's statistics of an interface by name; empty if there are none or no such interface.
-
-    They include pause frames and discards, which sysfs does not show.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            info = _ethtool(sock, netdev, struct.pack("=IIQI", _GSSET_INFO, 0, 1 << _SET_STATISTICS, 0))
-            _, _, known, count = struct.unpack("=IIQI", info)
-            if not known or not count:
-                return {}
-            head = struct.pack("=III", _GSTRINGS, _SET_STATISTICS, count)
-            names = _ethtool(sock, netdev, head + bytes(_NAME_NBYTES * count))[len(head):]
-            head = struct.pack("=II", _GSTATS, count)
-            values = _ethtool(sock, netdev, head + bytes(8 * count))[len(head):]
-    except OSError:
-        return {}
-    texts = [names[i * _NAME_NBYTES:(i + 1) * _NAME_NBYTES].split(b"\0")[0].decode("ascii", "replace").strip()
-             for i in range(count)]
-    return dict(zip(texts, struct.unpack(f"={count}Q", values)))
 
 
 def _ethtool(sock: socket.socket, netdev: str, request: bytes) -> bytes:
@@ -259,39 +266,6 @@ class PingResult(enum.Enum):
 def header_nbytes(address: Address) -> int:
     """Return the bytes of the IP and ICMP headers. The smallest packet that `ping` sends is 8 bytes larger."""
     return (20 if address.version == 4 else 40) + _ICMP_HEADER.size
-
-
-def ping(address: Address, nbytes: int, netdev: str | None = None, timeout_s: float = 1.0) -> PingResult:
-    """Send up to three echo requests of *nbytes* (whole IP packets) to *address*, over *netdev* if given.
-
-    Raises
-    ------
-    OSError
-        The kernel refuses, for example because there is no route.
-    """
-    token = os.urandom(8)
-    payload = token.ljust(max(8, nbytes - header_nbytes(address)), b"\0")
-    try:
-        sock = _open(address)
-    except PermissionError:
-        return PingResult.FORBIDDEN
-    with sock:
-        try:
-            _forbid_fragments(sock, address)
-            if netdev is not None:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, netdev.encode())
-            sock.settimeout(timeout_s / _TRIES)
-            for number in range(_TRIES):
-                sock.sendto(_request(address, number, payload), (str(address), 0))
-                if _answered(sock, address, token, timeout_s / _TRIES):
-                    return PingResult.ANSWERED
-        except PermissionError:
-            return PingResult.FORBIDDEN
-        except OSError as exc:
-            if exc.errno == errno.EMSGSIZE:
-                return PingResult.TOO_BIG
-            raise
-    return PingResult.SILENT
 
 
 def _open(address: Address) -> socket.socket:

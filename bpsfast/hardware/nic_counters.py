@@ -115,12 +115,8 @@ class CounterDelta:
 
     def verdicts(self) -> list[str]:
         """Return one sentence for each kind of trouble, with its counters in brackets."""
-        sentences = []
-        for meaning in _TROUBLES:
-            found = self.of(meaning)
-            if found:
-                sentences.append(f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})")
-        return sentences
+        return [f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})"
+                for meaning in _TROUBLES if (found := self.of(meaning))]
 
     def line(self) -> str:
         """Return the counters in the line that benches print: some always, the others if they increased."""
@@ -173,5 +169,5 @@ def difference(before: CounterSnapshot, after: CounterSnapshot) -> CounterDelta:
     restarted = any(value < 0 for value in changes.values())
     seconds = after.at_s - before.at_s
     return CounterDelta(after.device, after.port, seconds,
-                 {name: after.values[name] if value < 0 else value for name, value in changes.items()},
-                 too_soon=seconds < after.lifespan_s, restarted=restarted)
+                        {name: after.values[name] if value < 0 else value for name, value in changes.items()},
+                        too_soon=seconds < after.lifespan_s, restarted=restarted)

@@ -35,12 +35,12 @@ def nodes(tree: Tree) -> dict[int, NumaNode]:
 
 def allowed_cpus(tree: Tree) -> frozenset[int]:
     """Return the CPUs that this process may run on, limited by taskset or a container's cpuset."""
-    return parse_cpus(_status(tree, "Cpus_allowed_list"))
+    return parse_cpus(tree.fields("proc/self/status").get("Cpus_allowed_list", ""))
 
 
 def allowed_nodes(tree: Tree) -> frozenset[int]:
     """Return the nodes whose memory this process may use, empty if the kernel does not say."""
-    return parse_cpus(_status(tree, "Mems_allowed_list"))
+    return parse_cpus(tree.fields("proc/self/status").get("Mems_allowed_list", ""))
 
 
 def siblings(tree: Tree, cpu: int) -> frozenset[int]:
@@ -51,10 +51,3 @@ def siblings(tree: Tree, cpu: int) -> frozenset[int]:
 def nodes_of(cpus: Set[int], known: dict[int, NumaNode]) -> frozenset[int]:
     """Return the nodes with at least one of *cpus*."""
     return frozenset(number for number, node in known.items() if node.cpus & cpus)
-
-
-def _status(tree: Tree, name: str) -> str:
-    for line in (tree.text("proc/self/status") or "").splitlines():
-        if line.startswith(f"{name}:"):
-            return line.partition(":")[2]
-    return ""

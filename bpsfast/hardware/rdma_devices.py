@@ -82,14 +82,13 @@ def roce_mtu(mtu: int) -> int:
 
 def _device(tree: Tree, name: str, uverbs: str | None) -> RdmaDevice:
     folder = f"{_CLASS}/{name}"
-    numa = tree.number(folder, "device", "numa_node")
     numbers = [int(each) for each in tree.names(folder, "ports") if each.isdecimal()]
     return RdmaDevice(
         name=name,
         kind=_word(tree.text(folder, "node_type")),
         driver=_driver(tree, folder),
         firmware=tree.text(folder, "fw_ver") or "",
-        numa_node=numa if numa is not None and numa >= 0 else None,
+        numa_node=tree.numa_node(folder, "device"),
         local_cpus=tree.text(folder, "device", "local_cpulist") or "",
         pcie=pcie_link(tree, f"{folder}/device"),
         uverbs=uverbs,
@@ -143,7 +142,7 @@ def _word(text: str | None) -> str:
 
 @dataclass(frozen=True)
 class Gid:
-    """One used row. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
+    """One used row of a GID table. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
 
     device: str
     port: int

@@ -1,4 +1,4 @@
-"""The RDMA port and GID to use for a peer, with the reason for each port, and the speed of the card behind an address.
+"""Chooses the RDMA port and GID for a peer, with the reason for each port; finds the speed of the card of an address.
 
 A port is *usable* if it is active, its device supports RDMA WRITE with immediate over reliable connections, and it has
 a GID (RoCE). Of the usable ones, `choose` prefers in this order:
@@ -72,10 +72,7 @@ class RailChoice:
     def require(self) -> tuple[Rail, ...]:
         """Return the rails.
 
-        Raises
-        ------
-        UnsupportedError
-            There is none; the text has the reason for every port.
+        Raises `UnsupportedError` if there is none; the text has the reason for every port.
         """
         if not self.rails:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
@@ -87,15 +84,8 @@ class RailChoice:
 def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address | None = None) -> RailChoice:
     """Choose the ports and GIDs for *peer* (None: for any peer).
 
-    Parameters
-    ----------
-    devices, gid_index
-        The settings rdma_devices and rdma_gid_index.
-
-    Raises
-    ------
-    ConfigError
-        *devices* names a device that does not exist, or *gid_index* an empty row; the text lists those that exist.
+    *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index. Raises `ConfigError` if *devices* names a
+    device that does not exist, or *gid_index* an empty row; the text lists those that exist.
     """
     allowed = parse_rdma_devices(devices)
     _check_names(host, allowed, devices)

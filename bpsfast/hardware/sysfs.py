@@ -1,4 +1,4 @@
-"""Tree: small files (``/sys``, ``/proc``, ``/dev``, ``/etc``) below the machine's root or that of a recorded tree.
+"""Reads small files (``/sys``, ``/proc``, ``/dev``, ``/etc``) below the machine's root or that of a recorded tree.
 
 All facts from files are read through `Tree`, so the same code examines this machine and the recorded ones of
 ``tests/sysfs_trees``. A file that is missing or cannot be read gives None: an empty row of a GID table gives EINVAL,
@@ -32,6 +32,16 @@ class Tree:
         """Return the integer at the beginning of the file (``0x`` for hexadecimal), None if there is none."""
         found = re.match(r"-?(0x[0-9a-fA-F]+|\d+)", self.text(*parts) or "")
         return int(found[0], 0 if "x" in found[0] else 10) if found else None
+
+    def fields(self, *parts: str) -> dict[str, str]:
+        """Return value by name of the lines "name: value", the first line of each name; empty if there is no file."""
+        lines = [line.partition(":") for line in (self.text(*parts) or "").splitlines()]
+        return {name.strip(): value.strip() for name, _, value in reversed(lines)}
+
+    def numa_node(self, *parts: str) -> int | None:
+        """Return the NUMA node of the device in a folder, None if firmware reports none (-1)."""
+        node = self.number(*parts, "numa_node")
+        return node if node is not None and node >= 0 else None
 
     def names(self, *parts: str) -> list[str]:
         """Return the entries of a folder in natural order; empty if it does not exist."""

@@ -1,9 +1,9 @@
-"""Horovod's APIs: for PyTorch here and in `torch`, for TensorFlow in `tensorflow`.
+"""Horovod's API for PyTorch, here and in `torch`; for TensorFlow in `tensorflow`, for Keras in `keras`.
 
     import bpsfast.hvd as hvd                                   # instead of: import horovod.torch as hvd
     import bpsfast.hvd.tensorflow as hvd                        # instead of: import horovod.tensorflow as hvd
 
-A framework is imported with the module that is its own, or with the first name that is used of this one.
+Each module imports its framework; this one imports PyTorch at the first use of a name.
 """
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class _NotThereError(UnsupportedError, AttributeError):
-    """A part of Horovod that is not in here."""
+    """A part of Horovod's API that bpsfast does not have."""
 
 
 def __getattr__(name: str) -> object:
-    """Return what `bpsfast.hvd.torch` has under *name*."""
+    """Return *name* of `bpsfast.hvd.torch`."""
     if name == "elastic":
         raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a "
                              "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
                              "programs that use bpsfast.torch")
     is_special = name.startswith("__") and name != "__all__"
-    if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # a module is what it is
+    if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # submodules are imported as usual
         api = importlib.import_module(f"{__name__}.torch")
         if name in api.__all__ or name == "__all__":
             found = globals()[name] = getattr(api, name)

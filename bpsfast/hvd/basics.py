@@ -1,4 +1,4 @@
-"""Who this process is, and what it can do."""
+"""Joining and leaving the job; this process's rank, the numbers of ranks, and the timeline."""
 from __future__ import annotations
 
 from typing import Any
@@ -6,8 +6,22 @@ from typing import Any
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer.session import Session
 from . import runtime
-from .errors import NotInitializedError
 from .runtime import begin_sets
+
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -16,9 +30,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Parameters
     ----------
     comm
-        None or an empty list, or all ranks: which processes are ranks is the launcher's to say.
+        None, an empty list, or all ranks: the launcher decides which processes are ranks.
     process_sets
-        `ProcessSet` objects that are added at once, on all ranks alike; "dynamic" is accepted and needs no saying.
+        `ProcessSet` objects that are added at once, the same on all ranks; "dynamic" is accepted and changes nothing.
 
     Raises
     ------
@@ -47,7 +61,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, if `init` has joined it. What is still under way fails, here and on the other ranks."""
+    """Leave the job, if `init` has joined it. Operations under way fail, here and on the other ranks."""
     runtime.end()
 
 
@@ -77,7 +91,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the place of this machine among those that have a process of this local rank."""
+    """Return the index of this machine among those that have a process of this local rank."""
     return cross_rank_of(runtime.current().session)
 
 
@@ -107,67 +121,13 @@ def is_homogeneous_of(session: Session) -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Let rank 0 write the timeline *file_path* from now on. There are no cycles to be marked.
+    """Let rank 0 write the timeline *file_path* from now on. *mark_cycles* is ignored, as there are no cycles.
 
     Raises ConfigError if the file cannot be written.
     """
-    if not runtime.is_begun():
-        raise NotInitializedError
     runtime.current().start_timeline(str(file_path))
 
 
 def stop_timeline() -> None:
     """End the timeline."""
-    if not runtime.is_begun():
-        raise NotInitializedError
     runtime.current().stop_timeline()
-
-
-def mpi_threads_supported() -> bool:
-    """Raise ConfigError, as Horovod does where there is no MPI."""
-    raise ConfigError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
-
-
-def mpi_enabled() -> bool:
-    """Return False: there is no MPI in here."""
-    return False
-
-
-def mpi_built() -> bool:
-    """Return False: there is no MPI in here."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return False: there is no Gloo in here; see `bpsfast.torch.schedule` for Gloo's process groups."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Return False: there is no Gloo in here."""
-    return False
-
-
-def nccl_built() -> int:
-    """Return 0: there is no NCCL in here."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Return False: there is no DDL in here."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no oneCCL in here."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False: tensors are on the CPU."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False: tensors are on the CPU."""
-    return False

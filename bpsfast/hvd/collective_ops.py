@@ -1,6 +1,6 @@
 """Horovod's operations on torch tensors: allreduce, allgather, reducescatter, alltoall, broadcast, barrier and join.
 
-Tensors may be NumPy arrays: results then are arrays, without autograd. The tensors of a group are executed together.
+Tensors may be NumPy arrays; results are then arrays, without autograd. The tensors of a group are executed together.
 """
 from __future__ import annotations
 
@@ -8,20 +8,48 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from ..orchestration.errors import ConfigError
 from ..orchestration.priority.negotiation import Request
-from ..torch.compression import Compression as Compression, check_compressor
+from ..torch.compression import Compression, check_compressor
 from . import runtime
 from .errors import TensorTypeError, internal
-from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
+from .handle import Handle, begin, like, like_each, readable, synchronize, wants_gradient, writable
 from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 from .runtime import ProcessSet, global_process_set
 from .service import Operation
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
 
 
 def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -32,35 +60,36 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     Parameters
     ----------
     tensor
-        Of the same shape and dtype on all ranks. It must not be written before the handle was waited for.
+        Of the same shape and dtype on all ranks. It must not be written before `synchronize` returns.
     average
-        Horovod's older way to say *op*.
+        Horovod's older form of *op*: True is Average, False is Sum.
     name
-        The calls of all ranks with the same name are one operation, whatever the order of each rank's calls. None:
-        calls without a name are numbered by kind and set.
+        The calls of all ranks with the same name are one operation, in whatever order each rank makes its calls. None:
+        the call is numbered among those of its kind in the set.
     op
-        `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are cut off towards zero.
+        `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are truncated towards zero.
     prescale_factor, postscale_factor
-        Factors of *tensor* and of the result; integer results are truncated towards zero.
+        Factors of *tensor* and of the result; integers are truncated towards zero.
 
     Raises
     ------
     ValueError
-        If an argument is of a wrong type or kind, *name* is under way on this rank, *process_set* does not count or
-        this rank is not in it: nothing is submitted. Its subclasses are TensorTypeError, ConfigError,
-        DuplicateNameError, and AdasumError for ``op=Adasum``.
+        If an argument is of a wrong type, *name* is under way on this rank, *process_set* was not added to the job, or
+        this rank is not in it; nothing is submitted. Subclasses: TensorTypeError, ConfigError, DuplicateNameError, and
+        AdasumError for ``op=Adasum``.
     HorovodInternalError
-        If nothing more is executed.
+        If the set's service is closed or has failed.
     """
-    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False)
+    return _begin_reduction("allreduce", [tensor], name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, grouped=False)
 
 
 def allreduce_async_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async`, but the result replaces the contents of *tensor*, which is contiguous."""
-    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False,
-                  in_place=True)
+    return _begin_reduction("allreduce", [tensor], name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, grouped=False, in_place=True)
 
 
 def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
@@ -68,12 +97,12 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* reduced over all ranks of *process_set* (see `allreduce_async`). Differentiable.
 
-    The gradient of Average and Sum is the Average or Sum of the ranks' gradients, with the same factors. That of Min
-    and Max goes, summed, to the ranks that had the value, in equal parts; that of Product is multiplied by what the
-    others had. (Horovod reduces gradients of these by Min, Max and Product.)
+    The gradient of Average and Sum is the Average or Sum of the ranks' gradients, with the same factors. For Min and
+    Max the sum of the gradients is divided equally among the ranks that had the value; for Product it is multiplied by
+    the product of the other ranks' values. (Horovod reduces these gradients by Min, Max and Product.)
     """
-    return _differentiable([tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
-                           process_set, grouped=False)[0]
+    return _reduced("allreduce", [tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                    process_set, grouped=False)[0]
 
 
 def allreduce_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -87,37 +116,39 @@ def grouped_allreduce_async(tensors: Sequence[Any], average: bool | None = None,
                             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
-    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return _begin_reduction("allreduce", tensors, name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set)
 
 
 def grouped_allreduce_async_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                              op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> Handle:
     """As `grouped_allreduce_async`, in place."""
-    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
+    return _begin_reduction("allreduce", tensors, name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, in_place=True)
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                       compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
                       postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return *tensors* reduced, as a group. Differentiable as `allreduce`."""
-    return _differentiable(tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor,
-                           process_set)
+    return _reduced("allreduce", tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                    process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                        op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                        process_set: ProcessSet = global_process_set) -> list[Any]:
     """Replace *tensors* by their reductions, as a group, and return them."""
-    return list(synchronize(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor,
-                                                     process_set)))
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return list(synchronize(handle))
 
 
 def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
                            process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
     """Begin to sum the sparse *tensor* over all ranks of *process_set*. The result has the entries of all ranks.
 
-    Call the handle, or give it to `synchronize`. *op*: `Sum` or `Average`; others are refused, where Horovod sums.
+    Call the handle, or give it to `synchronize`. *op*: `Sum` or `Average`; others are refused (Horovod sums).
     """
     reduction = chosen(op)
     if reduction not in (Average, Sum):
@@ -137,36 +168,66 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
     return handle
 
 
-def _reduce(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
-           process_set: ProcessSet, grouped: bool = True, in_place: bool = False) -> Handle:
+def _begin_reduction(kind: Literal["allreduce", "reducescatter"], tensors: Sequence[Any], name: str | None,
+                     op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool = True,
+                     in_place: bool = False) -> Handle:
+    scatters = kind == "reducescatter"
+    if scatters and op not in (Average, Sum):
+        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
     tensors = list(tensors)
     before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [(writable if in_place else readable)(tensor, True) for tensor in tensors]
-    outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
+    if scatters and any(not tensor.dim() for tensor in inputs):
+        raise ConfigError("Reducescatter does not support scalar inputs")
+    outputs = inputs if in_place else [] if scatters else [torch.empty_like(tensor) for tensor in inputs]
 
     def give(results: Sequence[torch.Tensor]) -> Any:
-        given = tensors if in_place else [like(tensor)(result) for tensor, result in zip(tensors, results)]
-        return given if grouped else given[0]
+        if in_place:
+            return tensors if grouped else tensors[0]
+        return like_each(tensors, results, grouped)
 
-    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
+    return begin(process_set, kind, name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
                  postscale=after)
 
 
-def _differentiable(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
-             postscale: float, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
-    """Reduce and wait, recorded by autograd if it follows any tensor."""
-    narrow, back = compressed(tensors, compression)
-    arguments = name, op, prescale, postscale, process_set, grouped
-    if not wants_gradient(*narrow):
-        results: Sequence[Any] = _reduce_now(arguments, narrow)
-    elif op in (Average, Sum):
-        results = _LinearAllreduce.apply(arguments, *narrow)
-    else:
+def _reduced(kind: Literal["allreduce", "reducescatter"], tensors: Sequence[Any], name: str | None, compression: Any,
+             op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet,
+             grouped: bool = True) -> list[Any]:
+    """Reduce and wait; autograd records it if one of *tensors* requires a gradient."""
+    sent, restored = compressed(tensors, compression)
+    arguments = kind, name, op, prescale, postscale, process_set, grouped
+    if op not in (Average, Sum) and wants_gradient(*sent):
         before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
-        scaled = [_times(tensor, before) for tensor in narrow]
-        results = [_times(result, after)
-                   for result in _SelectingAllreduce.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
-    return [bring(result) for bring, result in zip(back, results)]
+        results = _SelectingAllreduce.apply((kind, name, op, 1.0, 1.0, process_set, grouped),
+                                            *[_times(tensor, before) for tensor in sent])
+        return restored([_times(result, after) for result in results])
+
+    def back(*gradients: torch.Tensor) -> Sequence[torch.Tensor]:
+        if kind == "allreduce":  # without the name, as forward and backward are different operations
+            return _reduce_now((kind, None, *arguments[2:]), *gradients)
+        share = prescale * postscale * (process_set.size() or 1 if op is Sum else 1)
+        return grouped_allgather([gradient * share for gradient in gradients], process_set=process_set)
+
+    return restored(_differentiable(partial(_reduce_now, arguments), back, sent))
+
+
+def _differentiable(run: Callable[..., Sequence[Any]], back: Callable[..., Sequence[torch.Tensor]],
+                    tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return *run* of *tensors*; if autograd records it, its gradient is *back* of the results' gradients."""
+    found: Sequence[Any] = _Operation.apply(run, back, *tensors) if wants_gradient(*tensors) else run(*tensors)
+    return found
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Sequence[torch.Tensor]], back: Callable[..., Sequence[torch.Tensor]],
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.back = back
+        return tuple(run(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(*gradients))
 
 
 def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -174,22 +235,10 @@ def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
     return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
-def _reduce_now(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    results = synchronize(_reduce(tensors, *arguments))
+def _reduce_now(arguments: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...]:
+    kind, *others = arguments
+    results = synchronize(_begin_reduction(kind, tensors, *others))
     return tuple(results) if arguments[-1] else (results,)
-
-
-class _LinearAllreduce(torch.autograd.Function):
-    """Average or Sum: linear, so its gradient is that of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = (None, *arguments[1:])  # forward and backward are different operations
-        return _reduce_now(arguments, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_reduce_now(ctx.arguments, gradients))
 
 
 class _SelectingAllreduce(torch.autograd.Function):
@@ -198,13 +247,13 @@ class _SelectingAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arguments = arguments
-        results = _reduce_now(arguments, tensors)
+        results = _reduce_now(arguments, *tensors)
         ctx.save_for_backward(*tensors, *results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, op, *_, process_set, _ = ctx.arguments
+        _, _, op, *_, process_set, _ = ctx.arguments
         n = len(gradients)
         inputs, results = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         sums = grouped_allreduce(gradients, op=Sum, process_set=process_set)
@@ -232,11 +281,9 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSe
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* of all ranks of *process_set*, concatenated in their order. Differentiable.
 
-    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+    The gradient is, as Horovod's, the mean of the ranks' gradients of this rank's rows.
     """
-    if wants_gradient(tensor):
-        return _AllGather.apply(name, process_set, False, tensor)[0]
-    return synchronize(allgather_async(tensor, name, process_set))
+    return _gathered([tensor], name, process_set, grouped=False)[0]
 
 
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
@@ -248,14 +295,12 @@ def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return each of *tensors* of all ranks, concatenated, as a group. Differentiable as `allgather`."""
-    if wants_gradient(*tensors):
-        return list(_AllGather.apply(name, process_set, True, *tensors))
-    return list(synchronize(grouped_allgather_async(tensors, name, process_set)))
+    return _gathered(tensors, name, process_set)
 
 
 def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
-                rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
-    """Begin to gather. *rows*: a list that gets each tensor's first dimensions on the ranks. *label*: see `begin`."""
+                    rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
+    """Begin to gather. *rows*: a list to extend by each tensor's first dimension on each rank. *label*: see `begin`."""
     tensors = list(tensors)
     inputs = [readable(tensor, False) for tensor in tensors]
 
@@ -263,25 +308,25 @@ def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: Proce
         outputs, counts = result
         if rows is not None:
             rows.extend(counts)
-        given = [like(tensor)(output) for tensor, output in zip(tensors, outputs)]
-        return given if grouped else given[0]
+        return like_each(tensors, outputs, grouped)
 
     return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped, label=label)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.rows, ctx.process_set, ctx.grouped = [], process_set, grouped
-        results = synchronize(begin_allgather(tensors, name, process_set, grouped, ctx.rows))
-        return tuple(results) if grouped else (results,)
+def _gathered(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
+    """Gather and wait; autograd records it if one of *tensors* requires a gradient."""
+    rows: list[tuple[int, ...]] = []
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        means = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
-        me = ctx.process_set.rank()
-        return (None, None, None, *(mean.narrow(0, sum(rows[:me]), rows[me]) for mean, rows in zip(means, ctx.rows)))
+    def run(*given: Any) -> list[Any]:
+        results = synchronize(begin_allgather(given, name, process_set, grouped, rows))
+        return list(results) if grouped else [results]
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        means = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        me = process_set.rank() or 0
+        return [mean.narrow(0, sum(counts[:me]), counts[me]) for mean, counts in zip(means, rows)]
+
+    return list(_differentiable(run, back, tensors))
 
 
 def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
@@ -289,10 +334,11 @@ def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
                         postscale_factor: float = 1.0) -> Handle:
     """Begin to reduce *tensor* over all ranks of *process_set*; `synchronize` of the handle returns this rank's rows.
 
-    The first dimension is divided as evenly as can be, the first ranks get more. *op*: `Average` or `Sum`. Other
-    parameters and errors: `allreduce_async`.
+    The first dimension is divided as evenly as possible, with the remainder on the first ranks. *op*: `Average` or
+    `Sum`. Other parameters and errors: `allreduce_async`.
     """
-    return _reducescatter([tensor], name, chosen(op), process_set, prescale_factor, postscale_factor, grouped=False)
+    return _begin_reduction("reducescatter", [tensor], name, chosen(op), prescale_factor, postscale_factor, process_set,
+                            grouped=False)
 
 
 def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compression.none, op: int = Average,
@@ -302,94 +348,49 @@ def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compr
 
     The gradient is, as Horovod's, that of all ranks' rows, for Sum times the number of ranks.
     """
-    return _scattered([tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False)[0]
+    return _reduced("reducescatter", [tensor], name, compression, chosen(op), prescale_factor, postscale_factor,
+                    process_set, grouped=False)[0]
 
 
 def grouped_reducescatter_async(tensors: Sequence[Any], name: str | None = None, op: int = Average,
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> Handle:
     """As `reducescatter_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
-    return _reducescatter(tensors, name, chosen(op), process_set, prescale_factor, postscale_factor)
+    return _begin_reduction("reducescatter", tensors, name, chosen(op), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], name: str | None = None, compression: Any = Compression.none,
                           op: int = Average, process_set: ProcessSet = global_process_set,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> list[Any]:
     """Return this rank's rows of each of *tensors*, reduced as a group. Differentiable as `reducescatter`."""
-    return _scattered(tensors, name, compression, op, process_set, prescale_factor, postscale_factor)
-
-
-def _scattered(tensors: Sequence[Any], name: str | None, compression: Any, op: int, process_set: ProcessSet,
-            prescale: float, postscale: float, grouped: bool = True) -> list[Any]:
-    narrow, back = compressed(tensors, compression)
-    arguments = name, chosen(op), process_set, prescale, postscale, grouped
-    if wants_gradient(*narrow):
-        results = list(_ReduceScatter.apply(arguments, *narrow))
-    else:
-        results = _scatter_now(narrow, arguments)
-    return [bring(result) for bring, result in zip(back, results)]
-
-
-def _scatter_now(tensors: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:
-    results = synchronize(_reducescatter(tensors, *arguments))
-    return list(results) if arguments[-1] else [results]
-
-
-def _reducescatter(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: ProcessSet, prescale: float,
-           postscale: float, grouped: bool = True) -> Handle:
-    if op not in (Average, Sum):
-        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
-    tensors = list(tensors)
-    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
-    inputs = [readable(tensor, True) for tensor in tensors]
-    if any(not tensor.dim() for tensor in inputs):
-        raise ConfigError("Reducescatter does not support scalar inputs")
-
-    def give(results: Sequence[torch.Tensor]) -> Any:
-        given = [like(tensor)(result) for tensor, result in zip(tensors, results)]
-        return given if grouped else given[0]
-
-    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, prescale=before,
-                 postscale=after)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = arguments
-        return tuple(_scatter_now(tensors, arguments))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, op, process_set, prescale, postscale, _ = ctx.arguments
-        factor = prescale * postscale * (process_set.size() if op is Sum else 1)
-        return (None, *grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set))
+    return _reduced("reducescatter", tensors, name, compression, chosen(op), prescale_factor, postscale_factor,
+                    process_set)
 
 
 def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
     """Begin to send rows of *tensor* to all ranks of *process_set*, in their order.
 
-    `synchronize` of the handle returns a new tensor, of what came in the order of the ranks, and how many rows came
-    from each: a tensor like *splits*, else int32.
+    `synchronize` of the handle returns a new tensor of the rows received, in the order of the ranks, and how many came
+    from each rank: a tensor of the dtype of *splits*, else int32.
 
     Parameters
     ----------
     splits
-        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: equally
-        many.
+        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: the
+        same number.
 
     Other parameters and errors: `allreduce_async`. All dimensions but the first are the same on all ranks.
     """
     source = readable(tensor, False)
-    service = runtime.service_of(process_set, "alltoall")
+    service = runtime.current().service(process_set, "alltoall")
     rows = _split_rows(splits, source, len(service.ranks))
     kind = splits if isinstance(splits, torch.Tensor) else None
 
     def give(result: tuple[list[torch.Tensor], list[int]]) -> Any:
         outputs, received = result
         counts = torch.tensor(received, dtype=torch.int32 if kind is None else kind.dtype)
-        return like(tensor)(outputs[0]), like(tensor)(counts)
+        return like(tensor, outputs[0]), like(tensor, counts)
 
     return begin(process_set, "alltoall", name, [source], (), give, splits=tuple(rows))
 
@@ -398,7 +399,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None,
              process_set: ProcessSet = global_process_set) -> Any:
     """Return the rows that all ranks of *process_set* have sent to this one; with *splits*, also how many each sent.
 
-    Differentiable: gradients go back to where the rows came from. Parameters: `alltoall_async`.
+    Differentiable: gradients return to the ranks that sent the rows. Parameters: `alltoall_async`.
     """
     if wants_gradient(tensor):
         output, received = _AllToAll.apply(tensor, splits, name, process_set)
@@ -451,7 +452,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back, _ = synchronize(alltoall_async(gradients[0], ctx.received.int(), process_set=ctx.process_set))
         unsent = ctx.n_rows - back.shape[0]
-        if unsent:  # rows beyond the sum of splits went nowhere
+        if unsent:  # rows beyond the sum of splits were not sent
             back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
         return back, None, None, None
 
@@ -460,11 +461,11 @@ def broadcast_async(tensor: Any, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Begin to send *tensor* of job rank *root_rank* to all ranks of *process_set*; the result is a new tensor.
 
-    Of the same shape and dtype on all ranks. *name* and errors: `allreduce_async`.
+    Shape and dtype are the same on all ranks. *name* and errors: `allreduce_async`.
     """
     source = readable(tensor, False)
     return _broadcast([source], [torch.empty_like(source)], root_rank, name, process_set,
-                  lambda outputs: like(tensor)(outputs[0]))
+                      lambda outputs: like(tensor, outputs[0]))
 
 
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None,
@@ -480,9 +481,14 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None,
 
     The gradient is, as Horovod's, the mean of the ranks' gradients on the root, and zero elsewhere.
     """
-    if wants_gradient(tensor):
-        return _Broadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    def run(given: Any) -> list[Any]:
+        return [synchronize(broadcast_async(given, root_rank, name, process_set))]
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        mean = allreduce(gradient, op=Average, process_set=process_set)
+        return [mean if runtime.current().rank == root_rank else torch.zeros_like(mean)]
+
+    return _differentiable(run, back, [tensor])[0]
 
 
 def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
@@ -499,7 +505,7 @@ def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str
     """
     sources = [readable(tensor, False) for tensor in tensors]
     _broadcast(sources, sources, root_rank, None, global_process_set, lambda _: None, grouped=True, label=label,
-           names=names).wait()
+               names=names).wait()
     with torch.no_grad():
         for tensor, source in zip(tensors, sources):
             if source.data_ptr() != tensor.data_ptr():
@@ -512,39 +518,24 @@ def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, proces
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     shape = None if data is None else tuple(source.shape)
     return bytes(_broadcast([source], [], root_rank, name, process_set, lambda outputs: outputs[0].numpy().tobytes(),
-                        shapes=[shape], label=label).wait())
+                            shapes=[shape], label=label).wait())
 
 
 def _broadcast(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root_rank: int, name: str | None,
-           process_set: ProcessSet, give: Any, **more: Any) -> Handle:
+               process_set: ProcessSet, give: Any, **more: Any) -> Handle:
     try:
         root = index(root_rank)
     except TypeError:
         raise ConfigError(f"root_rank={root_rank!r} is a {type(root_rank).__name__}, expected the number of a rank"
                           ) from None
-    if root not in runtime.service_of(process_set, "broadcast").ranks:
+    if root not in runtime.current().service(process_set, "broadcast").ranks:
         raise ConfigError(f"broadcast received invalid root rank {root} for provided process set")
     return begin(process_set, "broadcast", name, inputs, outputs, give, root=root, **more)
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None,
-                process_set: ProcessSet) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        found: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        is_root = runtime.current().rank == ctx.root_rank
-        return (mean if is_root else torch.zeros_like(mean)), None, None, None
-
-
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of *process_set* have called this."""
-    service = runtime.service_of(process_set, "barrier")
+    service = runtime.current().service(process_set, "barrier")
     service.submit_unnamed(
         "barrier", lambda name: Operation(Request(rank=service.rank, name=name, kind="barrier"))).wait()
 
@@ -552,23 +543,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Tell the other ranks that this rank has no more data; return the last rank that called this.
 
-    Until all ranks have joined, this rank takes part in the others' allreduces with zeros (with neutral values for Min,
-    Max and Product), also in averages and in the sums of `DistributedOptimizer`, and does not use the results. Other
-    operations fail on the ranks that still submit them. *device* is Horovod's, and not used.
+    Until all ranks have joined, this rank takes part in the others' allreduces, averages and `DistributedOptimizer`
+    steps with zeros (neutral values for Min, Max and Product), and does not use the results. Other operations fail on
+    the ranks that still submit them. *device* is Horovod's, and not used.
 
-    Raises
-    ------
-    StallError
-        If nothing comes from the others for `timeout_s`; the text names them.
+    Raises StallError if nothing comes from the others for `timeout_s`; the text names them.
     """
     found = runtime.current()
     join_proxies = list(found.join_proxies)
     for each in join_proxies:
         each.begin()
-    service = found.service(0, "join")
+    service = found.service(global_process_set, "join")
     operation = service.submit(Operation(Request(
         rank=service.rank, name="join", kind="join", is_patient=bool(join_proxies),
-        n_steps=sum(each.count_anew() for each in join_proxies))))
+        n_steps=sum(each.take_n_steps() for each in join_proxies))))
     over = threading.Event()
     try:
         for each in join_proxies:
@@ -581,26 +569,17 @@ def join(device: int = -1) -> int:
     return int(operation.wait())
 
 
-def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
-    """Return *tensors* in the form in which they are sent, and for each a function that restores a result.
+def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Return what is sent of *tensors*, and a function that returns the decompressed results.
 
-    NumPy arrays are sent as they are. Raises `ConfigError` if *compression* is no compressor (only
-    `DistributedOptimizer` takes codecs).
+    NumPy arrays are sent as they are. Raises `ConfigError` if *compression* is not a compressor: only
+    `DistributedOptimizer` takes codecs.
     """
     check_compressor(compression)
-    narrow: list[Any] = list(tensors)
-    back: list[Callable[[Any], Any]] = [_same] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        if compression is not Compression.none and isinstance(tensor, torch.Tensor):
-            narrow[i], context = compression.compress(tensor)
-            back[i] = partial(_decompressed, compression, context)
-    return narrow, back
+    pairs = [compression.compress(tensor) if isinstance(tensor, torch.Tensor) else (tensor, None) for tensor in tensors]
 
+    def restored(results: Sequence[Any]) -> list[Any]:
+        return [compression.decompress(result, context) if isinstance(result, torch.Tensor) else result
+                for result, (_, context) in zip(results, pairs)]
 
-def _decompressed(compression: Any, context: Any, tensor: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = compression.decompress(tensor, context)
-    return found
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
+    return [sent for sent, _ in pairs], restored

@@ -1,4 +1,4 @@
-"""Errors with the classes that Horovod's users catch.
+"""The error classes of Horovod's API.
 
 A wrong call raises a `ValueError` before anything is submitted. An operation that fails after it was submitted raises a
 `HorovodInternalError`, which is also an instance of one of bpsfast's own error classes.
@@ -20,7 +20,7 @@ class NotInitializedError(ClosedError, ValueError):
 
 
 class TensorTypeError(UnsupportedError, ValueError):
-    """An input is no tensor, or its dtype, layout or device is not supported. Convert it first."""
+    """An input is not a tensor, or its dtype, layout or device is not supported. Convert it first."""
 
 
 class DuplicateNameError(BusyError, ValueError):
@@ -33,14 +33,14 @@ class DuplicateNameError(BusyError, ValueError):
 
 
 class AdasumError(UnsupportedError, NotImplementedError, ValueError):
-    """Adasum was asked for. Use Average or Sum."""
+    """The reduction Adasum is not supported. Use Average or Sum."""
 
     def __init__(self) -> None:
         super().__init__("op=Adasum is not there: bpsfast.hvd reduces by Average, Sum, Min, Max and Product")
 
 
 def internal(error: BpsError) -> BpsError:
-    """Return *error* as one that is a `HorovodInternalError` too; its cause is *error*."""
+    """Return an error of the class of *error* and of `HorovodInternalError`; its cause is *error*."""
     if isinstance(error, HorovodInternalError):
         return error
     kind = type(error)

@@ -1,12 +1,13 @@
-"""Executes the coordinator's responses: collectives over the group of a process set, on torch tensors.
+"""Executes the operations that all ranks of a process set have submitted, as collectives on torch tensors.
 
-All ranks of the set execute the same responses in one order, so the collectives of all ranks match. Small tensors of
-one response are packed into one buffer. Tensors that are only moved travel as bytes, whatever their dtype.
+All ranks of the set execute the coordinator's responses in one order, so their collectives match. Small tensors of one
+response are packed into one buffer. Operations that do not compute send tensors as bytes, whatever their dtype.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from .service import Operation
 
 #: Horovod's names of reductions -> the group's.
 _GROUP_OPS = {"Average": "avg", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
-#: Larger tensors are not packed: one collective more costs less than two copies.
+#: Larger tensors are not packed: one more collective costs less than copying them in and out.
 _PACKED_NBYTES = 256 << 10
 
 
@@ -31,17 +32,25 @@ class Executor:
     def __init__(self, group: Group, fusion_nbytes: int, change: Callable[[Response], int]) -> None:
         self._group = group
         self._fusion_nbytes = fusion_nbytes
-        self._change = change
-        self._by_kind: dict[str, Callable[[Response, list[Operation | None]], None]] = {
-            "allreduce": self._allreduce, "allgather": self._allgather, "broadcast": self._broadcast,
-            "alltoall": self._alltoall, "reducescatter": self._reducescatter, "barrier": _nothing, "join": _joined,
-            "add_process_set": self._change_sets, "remove_process_set": self._change_sets,
+        #: Functions of a response and this rank's operation, which return the result, by kind.
+        self._by_kind: dict[str, Callable[[Response, Operation], Any]] = {
+            "allgather": self._allgather, "broadcast": self._broadcast, "alltoall": self._alltoall,
+            "reducescatter": self._reducescatter, "join": lambda response, _: response.last_joined,
+            "add_process_set": lambda response, _: change(response),
+            "remove_process_set": lambda response, _: change(response),
         }
 
     def __call__(self, response: Response, operations: list[Operation | None]) -> None:
         """Execute *response* and set the results of this rank's *operations*, which are None if it has joined."""
+        if response.kind == "barrier":  # which ends when all ranks have submitted it
+            return
         with torch.no_grad():
-            self._by_kind[response.kind](response, operations)
+            if response.kind == "allreduce":
+                self._allreduce(response, operations)
+            else:
+                (operation,) = operations
+                assert operation is not None, "the coordinator decides the other kinds only for ranks that take part"
+                operation.result = self._by_kind[response.kind](response, operation)
 
     def _allreduce(self, response: Response, operations: list[Operation | None]) -> None:
         pairs: list[tuple[torch.Tensor | None, torch.Tensor]] = []
@@ -86,9 +95,8 @@ class Executor:
         else:
             _scale(total, response.postscale / self._group.size)
 
-    def _broadcast(self, response: Response, operations: list[Operation | None]) -> None:
-        (operation,), (specs,) = operations, response.specs
-        assert operation is not None, "not decided while a rank has joined"
+    def _broadcast(self, response: Response, operation: Operation) -> list[torch.Tensor]:
+        (specs,) = response.specs
         root = self._group.ranks.index(response.root)
         outputs = list(operation.outputs) or [torch.empty(spec.shape or (), dtype=getattr(torch, spec.dtype))
                                               for spec in specs]
@@ -104,22 +112,18 @@ class Executor:
             if len(targets) > 1 and root != self._group.rank:
                 for target, piece in zip(targets, flat.split([target.numel() for target in targets])):
                     target.copy_(piece)
-        operation.result = outputs
+        return outputs
 
-    def _allgather(self, response: Response, operations: list[Operation | None]) -> None:
-        (operation,) = operations
-        assert operation is not None, "not decided while a rank has joined"
+    def _allgather(self, response: Response, operation: Operation) -> tuple[list[torch.Tensor], Any]:
         outputs = []
         for tensor, rows in zip(operation.inputs, response.counts):
             output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
             if output.numel():
                 self._group.all_gather(_memory(tensor), _rows(output, rows))
             outputs.append(output)
-        operation.result = outputs, response.counts
+        return outputs, response.counts
 
-    def _alltoall(self, response: Response, operations: list[Operation | None]) -> None:
-        (operation,) = operations
-        assert operation is not None, "not decided while a rank has joined"
+    def _alltoall(self, response: Response, operation: Operation) -> tuple[list[torch.Tensor], list[int]]:
         (tensor,) = operation.inputs
         me = self._group.rank
         received = [splits[me] for splits in response.counts]
@@ -127,11 +131,9 @@ class Executor:
         sent = response.counts[me]
         if any(map(sum, response.counts)) and prod(tensor.shape[1:]):
             self._group.all_to_all(_rows(tensor[: sum(sent)], sent), _rows(output, received))
-        operation.result = [output], received
+        return [output], received
 
-    def _reducescatter(self, response: Response, operations: list[Operation | None]) -> None:
-        (operation,) = operations
-        assert operation is not None, "not decided while a rank has joined"
+    def _reducescatter(self, response: Response, operation: Operation) -> list[torch.Tensor]:
         outputs = []
         for tensor in operation.inputs:
             rows = shares(tensor.shape[0], self._group.size)
@@ -143,12 +145,7 @@ class Executor:
                                            tensor_memory(output), _group_op(response, tensor.dtype))
             self._finish(output, response)
             outputs.append(output)
-        operation.result = outputs
-
-    def _change_sets(self, response: Response, operations: list[Operation | None]) -> None:
-        (operation,) = operations
-        assert operation is not None, "not decided while a rank has joined"
-        operation.result = self._change(response)
+        return outputs
 
     def _batches(self, specs: Sequence[Spec]) -> Iterator[list[int]]:
         """Yield the indices of tensors that are packed together: small neighbours of one dtype."""
@@ -173,16 +170,6 @@ def shares(n_rows: int, n_ranks: int) -> list[int]:
 def _group_op(response: Response, dtype: torch.dtype) -> str:
     """Return the group's reduction. Averages of integers are summed and divided here: the group rounds them down."""
     return "sum" if response.op == "Average" and not dtype.is_floating_point else _GROUP_OPS[response.op]
-
-
-def _nothing(response: Response, operations: list[Operation | None]) -> None:
-    """Do nothing: a barrier ends when all ranks have submitted it."""
-
-
-def _joined(response: Response, operations: list[Operation | None]) -> None:
-    (operation,) = operations
-    assert operation is not None, "every rank of the set has joined"
-    operation.result = response.last_joined
 
 
 def _neutral(spec: Spec, op: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Operations under way, as the caller sees them: begun with tensors or NumPy arrays, polled, waited for."""
+"""Submits operations on tensors or NumPy arrays, and returns handles by which the caller polls and waits."""
 from __future__ import annotations
 
 import reprlib
@@ -20,7 +20,7 @@ from .service import Operation
 
 
 class Handle:
-    """One operation under way; any thread may wait, all get the same result."""
+    """One submitted operation. Any thread may wait; all get the same result."""
 
     def __init__(self, operation: Operation, give: Callable[[Any], Any]) -> None:
         self._operation = operation
@@ -35,7 +35,7 @@ class Handle:
         return self._operation.done()
 
     def wait(self) -> Any:
-        """Wait for the operation and return its result, or raise what became of it."""
+        """Wait for the operation and return its result, or raise its error."""
         result = self._operation.wait()
         if not self._result:
             self._result.append(self._give(result))
@@ -45,10 +45,7 @@ class Handle:
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize` of *handle* will not block.
 
-    Raises
-    ------
-    ConfigError
-        *handle* is none, or is the function that `sparse_allreduce_async` returns.
+    Raises ConfigError if *handle* is not a handle, or is the function that `sparse_allreduce_async` returns.
     """
     if not isinstance(handle, Handle):
         raise _no_handle(handle)
@@ -61,10 +58,10 @@ def synchronize(handle: Any) -> Any:
     Raises
     ------
     ConfigError
-        *handle* is no handle.
+        *handle* is not a handle.
     HorovodInternalError
-        What became of the operation; also of the class of ours that says whose fault it is (`MismatchError`: the ranks
-        asked for different things; `PeerLostError`, `StallError`, `ClosedError`).
+        The operation failed. The error is also of the bpsfast class of its cause (`MismatchError`: the ranks asked for
+        different things; `PeerLostError`, `StallError`, `ClosedError`).
     """
     if not isinstance(handle, Handle) and not callable(handle):
         raise _no_handle(handle)
@@ -81,27 +78,15 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
           **fields: Any) -> Handle:
     """Submit an operation to all ranks of *process_set*.
 
-    Parameters
-    ----------
-    inputs, outputs
-        Contiguous CPU tensors without autograd; *outputs* empty where their shapes come with the response.
-    give
-        Makes what the caller gets of what the executor has set.
-    label
-        What the operation's name begins with; by default its kind.
-    names, shapes
-        Of *inputs*, where not those that follow from *name*, and their own, count: all ranks must give the same names.
-    fields
-        Further fields of `Request`, which the caller has checked: of the types that are declared there.
+    *inputs* and *outputs* are contiguous CPU tensors without autograd; *outputs* is empty if the response tells their
+    shapes. *give* turns the executor's result into the caller's. *label*, by default the kind, is the prefix of the
+    operation's name. *names* and *shapes* of *inputs* replace names made of *name*, and their own shapes; all ranks
+    must give the same names. *fields* are further fields of `Request`, which the caller has checked.
 
-    Raises
-    ------
-    ConfigError
-        If *name* is no string that can be encoded, or *process_set* none of this rank's.
-    DuplicateNameError, HorovodInternalError
-        As `NegotiationService.submit`.
+    Raises ConfigError if *name* is not a string that can be encoded, or this rank is not in *process_set*; also as
+    `NegotiationService.submit`.
     """
-    service = runtime.service_of(process_set, kind)
+    service = runtime.current().service(process_set, kind)
     label = label or (f"grouped_{kind}" if grouped else kind)
 
     def make(title: str) -> Operation:
@@ -121,7 +106,7 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
 
 
 def _check_name(name: object) -> None:
-    """Raise `ConfigError` if *name* cannot travel: it would end the set."""
+    """Raise `ConfigError` if *name* cannot be sent, which would end the set's service."""
     try:
         str.encode(name)  # type: ignore[arg-type]
     except (TypeError, UnicodeEncodeError) as exc:
@@ -129,12 +114,10 @@ def _check_name(name: object) -> None:
 
 
 def readable(x: Any, reduces: bool) -> torch.Tensor:
-    """Return *x* as a contiguous CPU tensor without autograd, over its own memory if that is possible.
+    """Return *x* as a contiguous CPU tensor without autograd, without a copy if that is possible.
 
-    Raises
-    ------
-    TensorTypeError
-        If it is no tensor or array, sparse, not on the CPU, or of a dtype that is not reduced though it *reduces*.
+    Raises TensorTypeError if it is not a dense tensor or array on the CPU, or if the operation *reduces* and does not
+    support its dtype.
     """
     tensor = _from_array(x) if isinstance(x, np.ndarray) else x
     try:
@@ -148,13 +131,7 @@ def readable(x: Any, reduces: bool) -> torch.Tensor:
 
 
 def writable(x: Any, reduces: bool) -> torch.Tensor:
-    """As `readable`, of what is to be overwritten: over its own memory.
-
-    Raises
-    ------
-    ConfigError
-        If it is not contiguous or not writable.
-    """
+    """As `readable`, never a copy; raises ConfigError if *x* is not contiguous or not writable."""
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ConfigError(f"an array of shape {x.shape} is read-only: its contents cannot be replaced")
     tensor = readable(x, reduces)
@@ -164,18 +141,24 @@ def writable(x: Any, reduces: bool) -> torch.Tensor:
     return tensor
 
 
-def like(x: Any) -> Callable[[torch.Tensor], Any]:
-    """Return what turns a result into the kind of thing *x* is: tensor or array."""
-    return _to_array if isinstance(x, np.ndarray) else _same
+def like(x: Any, tensor: torch.Tensor) -> Any:
+    """Return *tensor* as a NumPy array if *x* is one, else as it is."""
+    if not isinstance(x, np.ndarray):
+        return tensor
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def like_each(given: Sequence[Any], results: Sequence[torch.Tensor], grouped: bool) -> Any:
+    """Return `like` of each of *given* and its result: a list if *grouped*, else the only one."""
+    found = [like(x, tensor) for x, tensor in zip(given, results)]
+    return found if grouped else found[0]
 
 
 def wants_gradient(*values: Any) -> bool:
-    """Return whether autograd follows any of these."""
+    """Return whether autograd records operations on any of *values*."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -185,11 +168,5 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
-    except (TypeError, ValueError) as exc:  # of a dtype that torch does not have; byte-swapped
+    except (TypeError, ValueError) as exc:  # torch has no such dtype, or it is byte-swapped
         raise TensorTypeError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
-
-
-def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

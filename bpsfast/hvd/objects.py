@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer states of one rank on all of them; objects of all ranks on all of them."""
+"""Broadcasts of objects, parameters and optimizer states, and allgather of objects."""
 from __future__ import annotations
 
 from typing import Any
@@ -18,8 +18,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return job rank *root_rank*'s *obj* on all ranks of *process_set* (a copy elsewhere).
 
-    It is pickled, by cloudpickle if that is installed; only members of the job can send one. *name* None: all ranks
-    call this in one order. What the root cannot pickle raises there, and `HorovodInternalError` on the other ranks.
+    It is pickled, by cloudpickle if that is installed; only ranks of the job can send one. *name* None: all ranks call
+    this in one order. If the root cannot pickle it, it raises that error, and the other ranks `HorovodInternalError`.
     """
     return _broadcast_object(obj, root_rank, name, process_set, "broadcast_object")
 
@@ -34,8 +34,7 @@ def _broadcast_object(obj: Any, root_rank: int, name: str | None, process_set: P
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the *obj* of all ranks of *process_set*, in their order. Pickled, and errors, as of `broadcast_object`.
-    """
+    """Return the *obj* of each rank of *process_set*, in their order; pickled, and errors, as by `broadcast_object`."""
     packed, error = dump_or_say_why(obj, runtime.current().rank)
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     size = torch.tensor([data.numel()])
@@ -63,16 +62,13 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Raises
     ------
     ConfigError
-        If it is something else, or holds what is no tensor.
+        If it is something else, or contains something else than tensors.
     HorovodInternalError
         On all ranks, if their tensors differ in name, dtype or shape; the text names the first.
     """
-    if isinstance(params, dict):
-        items: list[Any] = list(params.items())
-    elif isinstance(params, list | tuple) or hasattr(params, "__next__"):
-        items = list(params)
-    else:
+    if not isinstance(params, dict | list | tuple) and not hasattr(params, "__next__"):
         raise ConfigError(f"invalid params of type: {type(params)}")
+    items = params.items() if isinstance(params, dict) else params
     named = [item if isinstance(item, tuple) else (f"{i:06}", item) for i, item in enumerate(items)]
     named = sorted(((str(name), tensor) for name, tensor in named if tensor is not None), key=lambda item: item[0])
     for name, tensor in named:
@@ -85,9 +81,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Overwrite the state and the options of *optimizer* on all ranks by those of job rank *root_rank*.
 
-    A rank whose optimizer has no state yet gets it, and zeros for gradients that are None, as of Horovod; no step is
-    made for that, which would move parameters by weight decay, so *model*, by which Horovod finds sparse ones to make
-    it, is not used.
+    A rank whose optimizer has no state yet gets it, and, as with Horovod, zeros for gradients that are None. Horovod
+    makes a step for that, for which it needs *model*; here no step changes the parameters, and *model* is not used.
 
     Raises
     ------

@@ -1,6 +1,7 @@
 """DistributedOptimizer: the user's optimizer, whose gradients are reduced over all ranks before each step.
 
-Gradients go the way of `bpsfast.torch` (`exchange.DenseExchange`) where they can, else by negotiated operations.
+Averages and sums over all ranks are made as in `bpsfast.torch` (`gradient_exchange.DenseExchange`), other reductions by
+negotiated operations.
 """
 from __future__ import annotations
 
@@ -13,22 +14,22 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..torch.compression import parted
+from ..torch.compression import Compression, parted
 from ..torch.optimizer_extras import has_momentum
-from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, members_of, owned, parameters_of, user_step, wrap
+from ..torch.optimizer_wrapper import OptimizerWrapper, owned, parameters_of, user_step, wrap
+from ..trainer.arguments import check_passes
 from . import runtime
-from .collective_ops import Compression
 from .gradient_exchange import DenseExchange, NegotiatedExchange
 from .objects import broadcast_object
-from .reduce_op import Average, ReduceOp, Sum, chosen, factor
-from .runtime import ProcessSet, global_process_set
+from .reduce_op import Average, ReduceOp, Sum, check_predivision, chosen
+from .runtime import ProcessSet, checked_set, global_process_set
 
 
 class _DistributedOptimizer(OptimizerWrapper):
-    """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
+    """The methods that `DistributedOptimizer` adds to the user's optimizer class."""
 
     _exchange: DenseExchange | NegotiatedExchange | None
-    _parameter_names: dict[torch.Tensor, str]  # as Horovod's: programs look names up in it
+    _parameter_names: dict[torch.Tensor, str]  # Horovod's attribute, which programs read
     op: ReduceOp
     process_set: ProcessSet
 
@@ -54,30 +55,28 @@ class _DistributedOptimizer(OptimizerWrapper):
             exchange.synchronized = False
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced over all ranks and in place; before clipping them, for example.
+        """Reduce all gradients over all ranks in place, before clipping them, for example.
 
-        A parameter without a gradient contributes zeros; if it has one on no rank, it gets none. Use `skip_synchronize`
-        around the next `step`. Where other optimizers' losses have filled gradients of this one, which it shall not
-        use (GANs), this and `zero_grad` discard them.
+        A parameter without a gradient contributes zeros; if no rank has one, it gets none. Use `skip_synchronize`
+        around the next `step`. In GANs, where another optimizer's loss fills gradients of this one, call this and
+        `zero_grad` to discard them.
 
         Raises
         ------
         UnsupportedError
             On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
         HorovodInternalError, StallError, PeerLostError
-            What became of it.
+            If the reduction fails.
         """
         if self._exchange is not None:
             self._exchange.synchronize()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; backward passes are counted from the start."""
+        """As the optimizer's own; also count the backward passes from the start."""
         self._skips = False
         if self._exchange is not None:
             self._exchange.forget_passes()
         self._base.load_state_dict(self, state_dict)
-
-_MEMBERS = members_of(_DistributedOptimizer, "step", "synchronize", "load_state_dict")
 
 
 def DistributedOptimizer(
@@ -89,29 +88,29 @@ def DistributedOptimizer(
     """Return *optimizer* as one that reduces its gradients over all ranks of *process_set* before each step.
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the original
-    must not be used any more. All ranks of *process_set* wrap the same parameters; where a program has several such
-    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own, which is given
-    back in the first step of another one that is made after it is gone on all ranks. Parameters may be wrapped again,
-    as by `bpsfast.torch.DistributedOptimizer`; what that says of frozen, thawed and added ones holds here, too.
+    must not be used any more. All ranks of *process_set* wrap the same parameters. All ranks make several such
+    optimizers, and their first steps, in the same order. Each has its own memory; it is released in the first step of
+    another optimizer that is made after it is gone on all ranks. Parameters may be wrapped again, as by
+    `bpsfast.torch.DistributedOptimizer`; its rules for frozen, thawed and added parameters hold here, too.
 
     Parameters
     ----------
     named_parameters
         (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
     compression
-        `Compression.fp16` lets gradients travel in half the bytes; or a class of your own; or codecs for what travels
-        between nodes, as of `bpsfast.torch.DistributedOptimizer`, without momentum.
+        `Compression.fp16`, which sends half the bytes; a class of your own; or codecs, without momentum, for the
+        traffic between nodes, as of `bpsfast.torch.DistributedOptimizer`.
     backward_passes_per_step
-        Gradients travel after this many backward passes; the sum over passes is not divided.
+        Gradients are sent after this many backward passes; the sum over passes is not divided.
     op
         `Average`, `Sum`, `Min`, `Max` or `Product`.
     gradient_predivide_factor
-        Averages are made of gradients divided by this, and multiplied by it.
+        Gradients are divided by this before they are averaged, and the averages multiplied by it.
     num_groups, groups
         How many groups of gradients, or which lists of parameters, are reduced as one. Averages and sums over all ranks
-        travel by urgency, with the same values, whatever the groups.
+        ignore groups, with the same results: they are sent by priority.
     sparse_as_dense
-        Sparse gradients travel as dense ones.
+        Send sparse gradients as dense ones.
 
     Raises
     ------
@@ -120,13 +119,8 @@ def DistributedOptimizer(
     UnsupportedError
         For Adasum; for parameters that are not on the CPU.
     """
-    if factor("gradient_predivide_factor", gradient_predivide_factor) <= 0:
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number")
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ConfigError("gradient_predivide_factor not supported with op != Average")
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
-                          "add_process_set has returned")
+    check_predivision(gradient_predivide_factor, op == Average)
+    checked_set(process_set)
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
                       DeprecationWarning, stacklevel=2)
@@ -137,19 +131,19 @@ def DistributedOptimizer(
     reduction = chosen(op)
     every = _named(optimizer, named_parameters)
     named = owned(optimizer, every)
-    travels_densely = process_set.process_set_id == 0 and reduction in (Average, Sum)
-    if codecs is not None and not travels_densely:
+    is_dense_path = process_set.process_set_id == 0 and reduction in (Average, Sum)
+    if codecs is not None and not is_dense_path:
         raise UnsupportedError(f"codecs compress averages and sums over all ranks; this optimizer's gradients are "
                                f"reduced by {reduction.name} over {process_set}: use Compression.none or .fp16")
     if has_momentum(compression, named):
         raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
                                "codec, and the optimizer's own")
-    wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
+    wrapped = wrap(optimizer, backward_passes_per_step, _DistributedOptimizer)
     wrapped.op, wrapped.process_set = reduction, process_set
     wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
-    if travels_densely:
+    if is_dense_path:
         wrapped._exchange = DenseExchange(named, compression, backward_passes_per_step, reduction,
                                           gradient_predivide_factor, sparse_as_dense)
         wrapped._exchange.follow(wrapped)
@@ -164,7 +158,6 @@ def DistributedOptimizer(
 def _named(optimizer: torch.optim.Optimizer,
            named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
     """Return (name, parameter) of at least every parameter of *optimizer*, in the order given."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         named = [(f"allreduce.noname.{i}.{j}", p) for i, group in enumerate(optimizer.param_groups)
                  for j, p in enumerate(group["params"])]
@@ -176,38 +169,32 @@ def _named(optimizer: torch.optim.Optimizer,
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ConfigError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(twice))
-    known, wanted = {id(p) for _, p in named}, {id(p) for p in own}
-    if wanted - known:
+    unnamed = {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for _, p in named}
+    if unnamed:
         raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
-                          "object ids: " + ", ".join(map(str, sorted(wanted - known))))
+                          "object ids: " + ", ".join(map(str, sorted(unnamed))))
     return named
 
 
 def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ConfigError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return
-    seen: set[int] = set()
-    for group in groups:
-        for p in group:
-            if not isinstance(p, torch.Tensor):
-                raise ConfigError("groups must consist of torch.Tensor.")
-            if id(p) in seen:
-                raise ConfigError("A parameter can only appear once in groups.")
-            seen.add(id(p))
+    if isinstance(groups, list):
+        members = [p for group in groups for p in group]
+        if any(not isinstance(p, torch.Tensor) for p in members):
+            raise ConfigError("groups must consist of torch.Tensor.")
+        if len({id(p) for p in members}) < len(members):
+            raise ConfigError("A parameter can only appear once in groups.")
+    elif groups is not None and (not isinstance(groups, int) or groups <= 0):
+        raise ConfigError("groups should be a non-negative integer or a list of list of torch.Tensor.")
 
 
 def _groups(groups: Any, named: list[tuple[str, torch.Tensor]], process_set: ProcessSet) -> list[list[str]]:
-    """Return the names of each group; those of the set's first rank where they are counted. No group: none."""
+    """Return the names of each group; for a number of groups those that the set's first rank makes."""
     if groups is None:
         return []
     name_of = {id(p): name for name, p in named if p.requires_grad}
     if isinstance(groups, list):
         return [[name_of[id(p)] for p in group if id(p) in name_of] for group in groups]
-    assert process_set.ranks is not None, "it counts"
+    assert process_set.ranks is not None, "a set of the job has ranks"
     names = broadcast_object(list(name_of.values()), process_set.ranks[0], None, process_set)
     each, more = divmod(len(names), groups)
     begins = [i * each + min(i, more) for i in range(groups + 1)]

@@ -14,7 +14,7 @@ from .errors import AdasumError
 
 
 class ReduceOp(enum.IntEnum):
-    """How tensors of different ranks become one. Average divides by the ranks of the set, integers towards zero."""
+    """How the tensors of all ranks are combined. Average divides by the number of ranks, integers towards zero."""
 
     Average = 0
     Sum = 1
@@ -28,14 +28,9 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
 
 def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
-    """Return the reduction that *op*, or Horovod's older *average*, asks for; by default Average.
+    """Return the reduction that *op*, or Horovod's older *average*, selects; by default Average.
 
-    Raises
-    ------
-    ConfigError
-        If both are given, *average* is no bool, or *op* is none of them.
-    AdasumError
-        For Adasum.
+    Raises ConfigError if both are given, *average* is not a bool, or *op* is not a reduction; AdasumError for Adasum.
     """
     if average is not None:
         if op is not None:
@@ -55,11 +50,20 @@ def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
 
 
 def factor(what: str, value: Any) -> float:
-    """Return the factor *value*; raises `ConfigError`, which names it as *what*, if it is no number."""
+    """Return the factor *value*; raises `ConfigError`, which names it as *what*, if it is not a number."""
     try:
         found = float("nan" if isinstance(value, str | bytes) else value)
-    except (TypeError, ValueError, RuntimeError):  # the last: torch's, of several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a torch tensor of several elements
         found = float("nan")
     if found != found:
         raise ConfigError(f"{what}={reprlib.repr(value)}: expected a number")
     return found
+
+
+def check_predivision(by: Any, averages: bool) -> None:
+    """Raise `ConfigError` unless the gradient_predivide_factor *by* is positive, and 1 if the reduction is not Average.
+    """
+    if factor("gradient_predivide_factor", by) <= 0:
+        raise ConfigError(f"gradient_predivide_factor={by!r}: expected a positive number")
+    if by != 1.0 and not averages:
+        raise ConfigError("gradient_predivide_factor not supported with op != Average")

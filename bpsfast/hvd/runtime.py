@@ -1,4 +1,4 @@
-"""What a process has between `init` and `shutdown`: its session with the job, and a service for each process set."""
+"""Process sets, and the state of Horovod's API between `init` and `shutdown`: a session and a service for each set."""
 from __future__ import annotations
 
 import atexit
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..collectives.group import Group, make_group
 from ..collectives.group_service import open_channel
-from ..orchestration.errors import ClosedError, ConfigError, UnsupportedError
+from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.priority.negotiation import (
     FollowerChannel,
     Kind,
@@ -27,7 +27,7 @@ from .service import NegotiationService, Operation
 from .timeline import Timeline
 
 _current: Runtime | None = None
-_n_begun = 0  # of all ranks alike, so that meetings of an earlier `init` are not mistaken for this one's
+_n_begun = 0  # the same on all ranks: it tells the channels of this `init` from those of an earlier one
 
 
 class JoinProxy(Protocol):
@@ -36,7 +36,7 @@ class JoinProxy(Protocol):
     def begin(self) -> None:
         """Prepare, before the other ranks hear that this one joins."""
 
-    def count_anew(self) -> int:
+    def take_n_steps(self) -> int:
         """Return how many steps this rank has made since the last call."""
 
     def start(self, over: threading.Event) -> None:
@@ -47,41 +47,45 @@ class JoinProxy(Protocol):
 
 
 class Runtime:
-    """Any thread. Process sets have numbers, 0 is all ranks; they are the same on all ranks, and never used again."""
+    """This process's part in the job and in its process sets. Any thread.
+
+    Sets are numbered alike on all ranks; 0 is all ranks, and no number is used again.
+    """
 
     def __init__(self, session: Session, owns_session: bool, begun: int) -> None:
         self.session = session
         self.rank, self.size = session.rank, session.size
-        #: What takes part in the optimizers' sums after this rank has joined, in the order in which they were made.
+        #: One for each optimizer, in the order in which they were made.
         self.join_proxies: list[JoinProxy] = []
-        self.n_optimizers = 0  # that have had one, of all ranks alike
+        self.n_optimizers = 0  # that have had a proxy; the same on all ranks
         self._owns_session = owns_session
         self._begun = begun
         self._timeline: Timeline | None = None
         self._next = 1
-        self._ranks: dict[int, tuple[int, ...]] = {0: tuple(range(session.size))}
+        #: The job ranks of each set, by its number.
+        self.ranks: dict[int, tuple[int, ...]] = {0: tuple(range(session.size))}
         self._services: dict[int, NegotiationService] = {}
         self._groups: dict[int, Group] = {}
-        self._lock = threading.Lock()  # of the services and their timeline: sets come and go in a thread of their own
+        self._lock = threading.Lock()  # guards the services and the timeline: set 0's thread adds and removes sets
         self._open(0)
 
     def _open(self, number: int) -> None:
-        """Begin to take part in set *number*; all its ranks do."""
-        ranks = self._ranks[number]
+        """Begin to take part in set *number*, if this rank is in it; all its ranks do."""
+        ranks = self.ranks[number]
         if self.rank not in ranks:
             return
         try:
-            self._meet(number, ranks)
-        except BaseException:  # the session may be another's, and go on
+            self._connect(number, ranks)
+        except BaseException:  # the session may be another owner's, and stay open
             self._close(number)
             raise
 
-    def _meet(self, number: int, ranks: tuple[int, ...]) -> None:
-        from .executor import Executor  # and with it PyTorch
+    def _connect(self, number: int, ranks: tuple[int, ...]) -> None:
+        from .executor import Executor  # here, as it imports PyTorch
 
         settings = self.session.settings
         group = self._groups[number] = make_group(self.session, ranks)
-        title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
+        title = f"hvd.{self._begun}.{number}:"  # with the colon it is no prefix of another channel's title
         channel = self._channel(ranks, title)
         service = NegotiationService(
             ranks, self.rank, channel, Executor(group, settings.fusion_bytes, self._change), self._check,
@@ -89,15 +93,15 @@ class Runtime:
         with self._lock:
             self._services[number] = service
             service.observer = None if self._timeline is None else self._timeline.note
-        # From here on every rank hears of another one's end: all are connected.
+        # When this barrier ends, all ranks are connected, and hear when one of them ends.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
         if channel is not None and self.rank == ranks[0]:
-            self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
+            self.session.key_values.withdraw(title)  # all have read it, and a rank may publish only a limited number
 
     def _channel(self, ranks: tuple[int, ...], title: str) -> LeaderChannel | FollowerChannel | None:
         """Return this rank's end of the channel between *ranks*, whose first one publishes its address under *title*.
 
-        None if there is one rank only. Raises as `open_channel`, and `StallError` if the first rank does not come.
+        None if there is one rank only. Raises as `open_channel`, and `StallError` if the first rank publishes nothing.
         """
         if len(ranks) == 1:
             return None
@@ -105,8 +109,8 @@ class Runtime:
 
         def share(address: bytes | None) -> bytes:
             if address is None:
-                return session.notices.lookup(title, session.settings.timeout_s, leader)
-            session.notices.publish(title, address)
+                return session.key_values.lookup(title, session.settings.timeout_s, leader)
+            session.key_values.publish(title, address)
             return address
 
         return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,
@@ -126,16 +130,16 @@ class Runtime:
         return int(self._services[0].submit(Operation(request)).wait())
 
     def _change(self, response: Response) -> int:
-        """Carry out what `change` asked for: in the thread of the set of all ranks, in one order everywhere."""
+        """Do what `change` asked for, in the thread of set 0, in the same order on all ranks."""
         if response.kind == "add_process_set":
             number, self._next = self._next, self._next + 1
-            self._ranks[number] = response.ranks
+            self.ranks[number] = response.ranks
             self._open(number)
             return number
         found = self.number_of(response.ranks)
-        assert found is not None, "who asked for it has looked"
+        assert found is not None, "`remove_process_set` has looked it up"
         self._close(found)
-        del self._ranks[found]
+        del self.ranks[found]
         return found
 
     def _close(self, number: int, reason: str = "") -> None:
@@ -146,24 +150,24 @@ class Runtime:
             if group is not None:
                 group.close()
 
-    def has(self, number: int) -> bool:
-        """Return whether there is a set of this number."""
-        return number in self._ranks
-
     def ranks_of(self, number: int) -> tuple[int, ...]:
         """Return the ranks of set *number*; raises ConfigError if there is none."""
         try:
-            return self._ranks[number]
+            return self.ranks[number]
         except KeyError:
             raise ConfigError("Process set does not exist or has not been registered.") from None
 
     def number_of(self, ranks: Sequence[int]) -> int | None:
         """Return the number of the set of exactly these ranks, if there is one."""
-        return next((number for number, each in self._ranks.items() if each == tuple(sorted(ranks))), None)
+        return next((number for number, each in self.ranks.items() if each == tuple(sorted(ranks))), None)
 
-    def service(self, number: int | None, kind: str) -> NegotiationService:
-        """Return the service of set *number*, for an operation of this *kind*; raises as `service_of`."""
-        if number is None or number not in self._ranks:
+    def service(self, process_set: Any, kind: str) -> NegotiationService:
+        """Return the service of *process_set*, for an operation of this *kind*.
+
+        Raises ConfigError if it is not a process set, was not added to the job, or does not contain this rank.
+        """
+        number = checked_set(process_set).process_set_id
+        if number is None or number not in self.ranks:
             raise ConfigError(f"{kind.capitalize()}: Process set provided does not exist, or has not been registered.")
         if number not in self._services:
             raise ConfigError(f"{kind.capitalize()}: Rank {self.rank} is not a member of the provided process set.")
@@ -191,7 +195,7 @@ class Runtime:
         """Leave all sets, and the job if this joined it."""
         reason = process.failure() or ""
         try:
-            while self._services:  # also those that are opened meanwhile
+            while self._services:  # including sets that are opened meanwhile
                 self._close(max(self._services), reason)
             self.stop_timeline()
         finally:
@@ -200,12 +204,12 @@ class Runtime:
 
 
 def begin() -> Runtime:
-    """Join the job, unless that is done, and return what there is; raises as `bpsfast.init`."""
+    """Join the job unless this process has, and return its `Runtime`; raises as `bpsfast.init`."""
     global _current, _n_begun
     if _current is not None and not _current.session.closed:
         _current.session.require_open()
         return _current
-    owns_session = not _is_running()
+    owns_session = process.session() is None
     process.init()
     _n_begun += 1
     try:
@@ -219,7 +223,7 @@ def begin() -> Runtime:
 
 
 def end() -> None:
-    """Undo `begin`. Does nothing if there is nothing, or in a fork."""
+    """Undo `begin`. Does nothing without a runtime, and in a fork."""
     global _current
     found, _current = _current, None
     atexit.unregister(end)
@@ -228,47 +232,20 @@ def end() -> None:
 
 
 def is_begun() -> bool:
-    """Return whether `current` will return."""
-    return _current is not None and _is_running()
+    """Return whether `current` returns a runtime."""
+    return _current is not None and process.session() is not None
 
 
 def current() -> Runtime:
-    """Return what `begin` made; raises NotInitializedError if there is nothing."""
+    """Return the runtime that `begin` made; raises NotInitializedError if there is none."""
     if _current is None:
         raise NotInitializedError
     _current.session.require_open()
     return _current
 
 
-def service_of(process_set: Any, kind: str) -> NegotiationService:
-    """Return the service of *process_set*, for an operation of this *kind*.
-
-    Raises
-    ------
-    NotInitializedError
-        If `init` was not called.
-    ConfigError
-        If it is no process set, does not count, or this rank is not in it.
-    """
-    found = current()
-    try:
-        number = process_set.process_set_id
-    except AttributeError:
-        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
-                          "add_process_set has returned") from None
-    return found.service(number, kind)
-
-
-def _is_running() -> bool:
-    try:
-        process.current()
-    except ClosedError:
-        return False
-    return True
-
-
 class ProcessSet:
-    """Ranks of the job, sorted. It counts once `init` or `add_process_set` has given it its number."""
+    """Some ranks of the job, sorted. `init` or `add_process_set` adds it to the job and gives it its number."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
@@ -286,13 +263,13 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
-        """Return the number of ranks in the set; None before it counts."""
+        """Return the number of ranks in the set; None before it is added to the job."""
         return None if self.process_set_id is None else len(current().ranks_of(self.process_set_id))
 
     def rank(self) -> int | None:
-        """Return the place of this process in the set; None before it counts. Roots are ranks of the job all the same.
+        """Return the index of this rank in the set; None before it is added to the job. (Root ranks are job ranks.)
 
-        Raises ConfigError if this process is not in the set.
+        Raises ConfigError if this rank is not in the set.
         """
         if self.process_set_id is None:
             return None
@@ -310,23 +287,31 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
 
 
-#: All ranks; number 0. It knows its ranks from `init` on.
+#: All ranks; number 0. `init` fills in its ranks.
 global_process_set = ProcessSet([])
 
 
+def checked_set(process_set: Any) -> ProcessSet:
+    """Return *process_set*; raises ConfigError if it is something else."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned")
+    return process_set
+
+
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a set of some ranks, to which operations can then be limited, and return it. All ranks of the job call it.
+    """Add a set of some ranks to the job, and return it: operations can be limited to it. All ranks of the job call it.
 
     Raises
     ------
     ConfigError
-        If there is such a set already, or a rank that the job does not have.
+        If the job has a set of these ranks already, or does not have one of the ranks.
     HorovodInternalError
         If the ranks named different sets.
     """
     new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     found = current()
-    assert new.ranks is not None, "made of ranks"
+    assert new.ranks is not None, "the constructor sets them"
     if not new.ranks or new.ranks[0] < 0 or new.ranks[-1] >= found.size or len(set(new.ranks)) < len(new.ranks):
         raise ConfigError(f"a process set of ranks {new.ranks} cannot be: the job has ranks 0 to {found.size - 1}, and "
                           "a set at least one of them, each once")
@@ -337,20 +322,19 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give up *process_set*; all ranks of the job call it. Returns False if it does not count, or is the global one."""
+    """Remove *process_set* from the job; all ranks of the job call it. Returns False if it is not there, or global."""
     if not process_set.process_set_id:
         return False
-    found = current()
-    number = process_set.process_set_id
-    exists = found.has(number)
-    if exists:
-        found.change("remove_process_set", tuple(found.ranks_of(number)))  # if ranks disagree, it stays, and counts
+    found, number = current(), process_set.process_set_id
+    ranks = found.ranks.get(number)
+    if ranks is not None:
+        found.change("remove_process_set", ranks)  # raises if ranks disagree: then the set stays
     process_set.process_set_id = None
-    return exists
+    return ranks is not None
 
 
 def begin_sets(process_sets: Any) -> None:
-    """Add the sets that were given to `init`; "dynamic" and None: none, as they can always be added later."""
+    """Add the sets that were given to `init`: none for "dynamic" and None, as sets can always be added later."""
     global_process_set.process_set_id = 0
     global_process_set.ranks = list(range(current().size))
     if process_sets is None:

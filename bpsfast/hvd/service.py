@@ -1,7 +1,7 @@
 """Negotiates and executes the operations of one process set on this rank, in one thread.
 
 Any thread submits operations under names. The first rank of the set coordinates (`orchestration.priority.negotiation`).
-What an operation does is the executor's; the service keeps the order, the deadlines and the errors.
+The service handles order, deadlines and errors; the executor does the work of an operation.
 """
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import msgspec
 
 from ..collectives.group_service import GroupService
 from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
-from ..orchestration.priority import negotiation as says
+from ..orchestration.priority import negotiation
 from ..orchestration.priority.negotiation import Coordinator, FollowerChannel, LeaderChannel, Request, Response
 from .errors import DuplicateNameError, internal
 
 log = logging.getLogger("bpsfast.hvd")
 
 _TICK_S = 0.5
-#: How long `close` waits for what is being executed.
+#: How long `close` waits for the operation that is being executed, in seconds.
 _CLOSE_TIMEOUT_S = 5.0
-#: How much longer the others wait than the first rank, which knows who is missing.
+#: How much longer, in seconds, the others wait than the first rank, which can name the missing ranks.
 _GRACE_S = 5.0
 _SHUT_DOWN = ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
               "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 
 class Operation:
-    """One request of this rank on its way. Made by the caller, finished by the service's thread; any thread waits.
+    """One submitted request of this rank. The service's thread finishes it; any thread waits.
 
-    `inputs` and `outputs` are the executor's, and kept until the operation is over.
+    `inputs` and `outputs` are for the executor, and are kept until the operation is over.
     """
 
     def __init__(self, request: Request, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()) -> None:
@@ -49,7 +49,7 @@ class Operation:
         self._over = threading.Event()
 
     def finish(self, error: BpsError | None = None) -> None:
-        """Let the waiters go: what they get is `result`, unless there is an *error*."""
+        """End the waits: they return `result`, or raise *error*."""
         self.error = error
         self.inputs = ()
         self._over.set()
@@ -59,7 +59,7 @@ class Operation:
         return self._over.is_set()
 
     def wait(self) -> Any:
-        """Wait for the end and return the result. The service ends every operation: it keeps the deadlines."""
+        """Wait for the end and return the result. The service ends every operation at its deadline."""
         while not self._over.wait(_TICK_S):
             if self._pid != os.getpid():
                 raise internal(ClosedError(f"{self.request.name} was submitted by process {self._pid}, of which this "
@@ -69,24 +69,18 @@ class Operation:
         return self.result
 
 
-#: Executes a response; of each of its names the operation of this rank, None: it has joined, and stands aside.
+#: Executes a response, given this rank's operation for each of its names; None: this rank has joined.
 Execute = Callable[[Response, list[Operation | None]], None]
 Observer = Callable[[Response, list[float | None], float, float], None]
 
 
 class NegotiationService(GroupService[Operation]):
-    """The part of job rank *rank* in the set of *ranks*. Any thread submits and closes; made and closed by all of them.
+    """Job rank *rank*'s service for the set of *ranks*; all of them make one. Any thread submits and closes.
 
-    Parameters
-    ----------
-    channel
-        To the other ranks; None if there are none.
-    execute
-        Called by the service's thread, in one order on all ranks. Sets results; an exception ends the service.
-    check
-        Called now and then: raises if the job is broken; returns whether this rank is still in it.
-    fusion_nbytes, warn_s, timeout_s
-        See `Coordinator`; the first rank's count.
+    *channel* leads to the other ranks; None if there are none. The service's thread calls *execute*, in the same order
+    on all ranks: it sets results, and an exception ends the service. *check* is called now and then: it raises if the
+    job is broken, and returns whether this rank is still in it. The others, of which the first rank's values count: see
+    `Coordinator`.
     """
 
     _LATE_NOTICE_S = 3.0  # less than _CLOSE_TIMEOUT_S
@@ -111,12 +105,8 @@ class NegotiationService(GroupService[Operation]):
     def submit(self, operation: Operation) -> Operation:
         """Let *operation* be executed when all ranks of the set have asked for its name.
 
-        Raises
-        ------
-        DuplicateNameError
-            If the name is under way on this rank.
-        HorovodInternalError
-            If nothing more is executed: this is closed, or what happened to the set.
+        Raises DuplicateNameError if the name is under way on this rank, and HorovodInternalError if the service is
+        closed or has failed.
         """
         with self._lock:
             self._enter(operation)
@@ -126,7 +116,7 @@ class NegotiationService(GroupService[Operation]):
     def submit_unnamed(self, kind: str, make: Callable[[str], Operation]) -> Operation:
         """As `submit` of what *make* returns for the name of this rank's next operation of this *kind* without one.
 
-        The number counts only if the operation is submitted: a call that fails leaves the ranks in step.
+        A call that fails uses no number, so that the ranks' numbers stay equal.
         """
         with self._lock:
             number = self._unnamed[kind] + 1
@@ -147,10 +137,10 @@ class NegotiationService(GroupService[Operation]):
         self._outbox.append(operation.request)
 
     def close(self, reason: str = "") -> bool:
-        """Leave the set: operations that are still open fail, here and on the other ranks, which are told the *reason*.
+        """Leave the set: open operations fail, here and on the other ranks, which are told the *reason*. Idempotent.
 
-        Returns whether the thread has ended. It has not where it executes what other ranks keep it waiting in: that
-        ends with the session, or with their deadline. Calling this again does nothing else.
+        Returns whether the thread has ended. If it waits for other ranks in an operation, it ends later, with the
+        session or at their deadline.
         """
         with self._lock:
             self._closing = True
@@ -167,7 +157,7 @@ class NegotiationService(GroupService[Operation]):
     def _leave(self) -> None:
         if self._reason:
             raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
-        self._end(ClosedError(_SHUT_DOWN), says.Left(self.rank))
+        self._end(ClosedError(_SHUT_DOWN), negotiation.Left(self.rank))
 
     def _fail(self, operation: Operation, error: BpsError) -> None:
         operation.finish(type(error)(str(error)))
@@ -188,34 +178,34 @@ class NegotiationService(GroupService[Operation]):
         for request in asked:
             coordinator.submit(request, now)
         for message in self._received():
-            if isinstance(message, says.Requests):
+            if isinstance(message, negotiation.Requests):
                 for request in message.requests:
                     coordinator.submit(request, now)
-            elif isinstance(message, says.Left):
+            elif isinstance(message, negotiation.Left):
                 coordinator.leave(message.rank)
-        coordinator.look_at_the_clock(now)
+        coordinator.check_timeouts(now)
         text = coordinator.warning(now)
         if text is not None:
             log.warning("%s", text)
         responses = coordinator.responses()
         if responses:
-            self._say(says.Responses(tuple(responses)))
+            self._send(negotiation.Responses(tuple(responses)))
             for response in responses:
                 self._answer(response)
         if coordinator.failure is not None:
             raise coordinator.failure
 
     def _follow(self, asked: list[Request], now: float) -> None:
-        """As another rank: ask, and execute what the first rank says."""
+        """As another rank: ask, and execute what the first rank decides."""
         assert isinstance(self._channel, FollowerChannel), "the first rank coordinates"
         if asked:
-            self._say(says.Requests(tuple(asked)))
+            self._send(negotiation.Requests(tuple(asked)))
         for message in self._received():
             self._heard = time.monotonic()
-            if isinstance(message, says.Responses):
+            if isinstance(message, negotiation.Responses):
                 for response in message.responses:
                     self._answer(response)
-            elif isinstance(message, says.Left):
+            elif isinstance(message, negotiation.Left):
                 self._reads_channel = False
         if not self._reads_channel and self._operations:
             raise self._left_by_leader()
@@ -240,12 +230,12 @@ class NegotiationService(GroupService[Operation]):
         with self._lock:
             for name in response.names:
                 self._operations.pop(name, None)
-        observer = self.observer  # another thread may take it away
+        observer = self.observer  # another thread may set it to None
         if observer is not None:
             try:
                 observer(response, [None if each is None else each.begun for each in operations], begun,
                          time.monotonic())
-            except Exception:  # of a full disk, for example: training goes on
+            except Exception:  # of a full disk, for example, which must not end training
                 self.observer = None
                 log.exception("rank %d: what was executed cannot be noted, and no longer is", self.rank)
         for operation in operations:
@@ -256,6 +246,6 @@ class NegotiationService(GroupService[Operation]):
         return PeerLostError(f"{_SHUT_DOWN} Rank {self.ranks[0]} has left, which coordinates: nothing comes of "
                              f"{', '.join(list(self._operations)[:3])}")
 
-    def _say(self, message: msgspec.Struct) -> None:
-        if self._reads_channel:  # a rank that is gone is missed by the job, or has left
-            super()._say(message)
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._reads_channel:  # else the first rank has left
+            super()._send(message)

@@ -12,7 +12,7 @@ from .reduce_op import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As ``torch.nn.BatchNorm*d`` of all ranks' batches together, which may differ in size. Parameters are theirs.
+    """As ``torch.nn.BatchNorm*d``, with the same parameters, of all ranks' batches together, which may differ in size.
 
     All ranks run its forward and backward passes equally often. (Horovod's takes GPU tensors only.)
     """
@@ -41,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Means and sums of squares of all ranks come together by Chan's formula, which loses no digits."""
+    """Combines the ranks' means and sums of squares by Chan's formula, which is numerically stable."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,

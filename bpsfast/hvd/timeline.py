@@ -1,6 +1,6 @@
-"""Horovod's timeline: a Chrome trace with a row for each tensor, of its negotiation and its execution on rank 0.
+"""Horovod's timeline: a Chrome trace of the negotiation and execution of each tensor on rank 0, one row each.
 
-Open it in https://ui.perfetto.dev. What the nodes did meanwhile is in the traces of `BPSFAST_TRACE_DIR`.
+Open it in https://ui.perfetto.dev. `BPSFAST_TRACE_DIR` has the traces of the nodes.
 """
 from __future__ import annotations
 
@@ -15,14 +15,9 @@ from ..orchestration.priority.negotiation import Response
 
 
 class Timeline:
-    """Writes the file *path* as things happen: a list of events that viewers read even if its end is missing.
+    """Writes events to the file *path* as they happen; viewers read the list even if its end is missing. Any thread.
 
-    Any thread. Times are microseconds since it was made.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be written.
+    Times are microseconds since it was made. Raises ConfigError if the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
@@ -40,7 +35,7 @@ class Timeline:
     def note(self, response: Response, asked: list[float | None], begun: float, ended: float) -> None:
         """Write the events of *response*, which was executed from *begun* to *ended* (monotonic, in seconds).
 
-        *asked*: when this rank asked for each of its names; None: this rank has joined.
+        *asked*: when this rank submitted each of its names; None: this rank has joined.
         """
         with self._lock:
             if self._file.closed:

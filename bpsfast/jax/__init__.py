@@ -5,7 +5,7 @@
     params = bps.broadcast(params, root_rank=0)
     optimizer = bps.DistributedOptimizer(optax.adam(1e-3))
 
-Inside jit, on the CPU: XLA calls a handler of ours with its buffers, in the order of the program (`primitive`).
+Inside jit, on the CPU, XLA calls a handler of bpsfast's with its buffers, in the order of the program (`primitive`).
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 def init(**settings: object) -> None:
     """Join the job (`bpsfast.init`)."""
     process.init(**settings)
-    # JAX runs programs asynchronously: at exit they must end before the job is left.
+    # JAX runs programs asynchronously; they must end before the process leaves the job at exit.
     atexit.unregister(wait_for_programs)
     atexit.register(wait_for_programs)
 
@@ -57,7 +57,7 @@ def shutdown() -> None:
 def barrier(timeout_s: float | None = None) -> None:
     """Wait for the programs that JAX has started, then until all ranks have called this (`bpsfast.barrier`).
 
-    If such a program has failed, jitted functions with push_pull work again after this; before, they fail, too.
+    After such a program has failed, jitted functions with push_pull fail, too, until this is called.
     """
     wait_for_programs()
     process.barrier(timeout_s)

@@ -1,8 +1,8 @@
-"""XLA's FFI call frame as ctypes structures: how a handler written in Python reads its arguments and answers.
+"""XLA's FFI call frame as ctypes structures, so that a handler written in Python can read its arguments and answer.
 
 The layouts are those of xla/ffi/api/c_api.h, API version 0.3 (jaxlib ships the header: `jax.ffi.include_dir()`). The
-frame tells its own size and version; `answer_metadata` and `check_frame` compare them before anything else is read, as
-a layout that has changed would be read as other memory.
+frame has its own size and version; `answer_metadata` and `check_frame` compare them before anything else is read, as
+another layout would make the handler read wrong memory.
 """
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ HANDLER = ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
 
 
 def metadata_of(frame: Frame) -> Any:
-    """Return the metadata to fill in if XLA asks for it with this call, else None."""
+    """Return the metadata structure that XLA asks the handler to fill in by this call; None for other calls."""
     if not frame.extension:
         return None
     extension = _Extension.from_address(frame.extension)
@@ -98,7 +98,7 @@ def metadata_of(frame: Frame) -> Any:
 
 
 def answer_metadata(frame: Frame, metadata: Any) -> str:
-    """Tell XLA that the handler has its version; return how the layouts differ, or ""."""
+    """Tell XLA that the handler is of its version; return how the layouts differ, or ""."""
     found = frame.api.contents.version if frame.api else metadata.version
     version = found.major, found.minor
     metadata.version.major, metadata.version.minor = version
@@ -114,7 +114,7 @@ def answer_metadata(frame: Frame, metadata: Any) -> str:
 
 
 def check_frame(frame: Frame) -> str:
-    """Return how the layouts of *frame* differ that `answer_metadata` has not checked, or ""."""
+    """Return how those layouts of *frame* differ that `answer_metadata` does not check, or ""."""
     parts = {"XLA_FFI_Args": (frame.arguments.struct_size, ctypes.sizeof(Buffers)),
              "XLA_FFI_Rets": (frame.results.struct_size, ctypes.sizeof(Buffers)),
              "XLA_FFI_Attrs": (frame.attributes.struct_size, ctypes.sizeof(Attributes))}
@@ -134,7 +134,7 @@ def text_of(frame: Frame) -> str:
 
 
 def addresses(buffers: Buffers) -> list[int]:
-    """Return the addresses of all buffers, except of a token, which comes first."""
+    """Return the addresses of all *buffers* but a token, which would be the first."""
     if not buffers.size:
         return []
     pointers = (c_size_t * buffers.size).from_address(buffers.buffers)

@@ -1,7 +1,7 @@
-"""push_pull of pytrees, inside and outside jit; broadcast of the leaves of one rank's pytree to all."""
+"""push_pull of pytrees, inside and outside jit; broadcast of one rank's pytree to all ranks."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..base.dtypes import wire_name
-from ..compression.choice import Choice, check_choice, chosen, chosen_among
-from ..orchestration.codec import CodecSpec
+from ..compression.choice import Choice, check_choice, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import averages
-from ..trainer.broadcaster import check_root
 from ..trainer.bundle import Leaf
 from ..trainer.handle import push_pull_async
 from ..trainer.object_broadcast import broadcast_arrays
@@ -24,9 +22,7 @@ from .primitive import PushPullCall
 
 
 def names_of(tree: Any, prefix: str) -> list[str]:
-    """Return a name for each leaf: *prefix* and the keys, indexes and attributes of its path, joined by dots. The same
-    on all ranks, and in every run.
-    """
+    """Return a name for each leaf: *prefix* and the keys, indexes and attributes of its path, joined by dots."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [".".join([prefix, *map(_key, path)]) for path in paths]
 
@@ -39,13 +35,7 @@ def _key(entry: Any) -> str:
 
 
 def is_on_device(leaf: Any) -> bool:
-    """Return whether *leaf* lies on another device than the CPU.
-
-    Raises
-    ------
-    UnsupportedError
-        If it lies on several devices.
-    """
+    """Return whether *leaf* is on another device than the CPU; raises `UnsupportedError` if it is on several."""
     devices = leaf.devices()
     if len(devices) != 1:
         raise UnsupportedError(f"an array of shape {leaf.shape} lies on {len(devices)} devices; bpsfast sums arrays of "
@@ -55,7 +45,7 @@ def is_on_device(leaf: Any) -> bool:
 
 
 def _push_pull_on_devices(call: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
-    """Sum *leaves*, some of which lie on GPUs, outside jit, by DLPack; the sums lie where the leaves do."""
+    """Sum *leaves*, some of which are on GPUs, outside jit, by DLPack; each sum is on the device of its leaf."""
     handles = [push_pull_async(leaf, call.average, each.name, call.priority, compression=each.codec)
                for leaf, each in zip(leaves, call.leaves)]
     sums = [handle.wait() for handle in handles]
@@ -67,20 +57,20 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
               compression: Choice | None = None, *, op: int | None = None) -> Any:
     """Return *tree* with each leaf averaged (or summed) over all ranks. Differentiable in reverse mode; works in jit.
 
-    All leaves travel at once. All ranks must make their push_pulls of JAX arrays in the same order: outside jit the
-    order of the calls, inside jit the order in which JAX traces them.
+    All leaves are sent before the first sum is awaited. All ranks must make their push_pulls of JAX arrays in the same
+    order: outside jit the order of the calls, inside jit the order in which JAX traces them.
 
     Parameters
     ----------
     tree
-        Arrays of the same shapes and dtypes on all ranks. None is not a leaf, and stays. Inputs are not copied.
+        Arrays of the same shapes and dtypes on all ranks. None is not a leaf, and stays None. Inputs are not copied.
     average
         Divide by the number of ranks; integers are rounded down (floor).
     name
         The prefix of the names of the leaves in the job: ``name.layer.w`` for ``{"layer": {"w": ...}}``. None: names
         are made of the path to the leaf and a digest of the whole tree.
     priority
-        Higher goes first. None: names that were used earlier are more urgent.
+        Higher goes first. None: names that were used earlier go first.
     compression
         As of `bpsfast.push_pull`; chosen by the names of the leaves.
     op
@@ -93,8 +83,8 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
     Raises
     ------
     UnsupportedError
-        For a dtype that bpsfast does not sum (or not without jax_enable_x64), inside vmap, and inside jit for another
-        platform than the CPU.
+        For an unsupported dtype (or one that needs jax_enable_x64), inside vmap, and inside jit for another platform
+        than the CPU.
     ConfigError
         If two leaves have the same name, or *op* or *compression* is invalid.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
@@ -136,7 +126,7 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 
 def _array(leaf: Any, name: str) -> Any:
-    """Return *leaf* as an array of JAX, of the same dtype."""
+    """Return *leaf* as a JAX array of the same dtype."""
     if isinstance(leaf, jax.Array):
         return leaf
     if not isinstance(leaf, np.ndarray | np.generic | float | int) or isinstance(leaf, bool):
@@ -162,13 +152,8 @@ def _call_of(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]],
         twice = next(each for each in names if names.count(each) > 1)
         raise ConfigError(f"two leaves have the name {twice!r}: keys of a tree are joined by dots, so no key may be "
                           "made of others and dots")
-    codecs: Mapping[str, CodecSpec | None] = {}
-    if compression is not None:
-        least = process.current().settings.min_compress_bytes
-        if len(names) == 1:
-            codecs = {names[0]: chosen(compression, names[0], *kinds[0], least, is_alone=True)}
-        else:
-            codecs = chosen_among(compression, dict(zip(names, kinds)), least)
+    codecs = {} if compression is None else chosen_among(
+        compression, dict(zip(names, kinds)), process.current().settings.min_compress_bytes, is_alone=len(names) == 1)
     leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
     call = PushPullCall(leaves, mean, priority)
     if is_named:
@@ -198,7 +183,6 @@ def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
         As `bpsfast.broadcast`.
     """
     session = process.current()
-    check_root(session, root_rank)
     given, structure = jax.tree_util.tree_flatten(tree)
     names = names_of(tree, name)
     hosts = [_host_copy(leaf, each) for leaf, each in zip(given, names)]

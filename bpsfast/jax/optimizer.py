@@ -1,4 +1,4 @@
-"""Gradients summed on their way into an optimizer of optax."""
+"""Sums gradients over all ranks: in `value_and_grad`, `grad`, and transformations and optimizers of optax."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ import optax
 
 from ..compression.choice import Choice, check_choice
 from ..orchestration.errors import ConfigError
-from ..trainer.arguments import averages
+from ..trainer.arguments import averages, check_passes
 from .ops import push_pull
 
 
 def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, *,
                    average: bool = True, name: str = "gradient", priority: int | None = None,
                    compression: Choice | None = None, op: int | None = None) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, with gradients averaged (summed) over all ranks. The value is this rank's own.
+    """As `jax.value_and_grad`, with gradients averaged (summed) over all ranks. The value is this rank's.
 
     The parameters after *has_aux* are those of `push_pull`.
     """
@@ -79,19 +79,15 @@ class PassesState(NamedTuple):
 def DistributedOptimizer(optimizer: optax.GradientTransformation, name: str = "gradient",
                          compression: Choice | None = None, backward_passes_per_step: int = 1, *, average: bool = True,
                          op: int | None = None, priority: int | None = None) -> optax.GradientTransformation:
-    """Return *optimizer* with gradients averaged over all ranks first.
+    """Return *optimizer* as one that first averages its gradients over all ranks.
 
     With *backward_passes_per_step* n, the gradients of n calls of ``update`` are added on this rank, as BytePS does
     (not averaged: divide the loss by n for that). The nth call sums them over the ranks and updates; the others return
     zeros. The other parameters are those of `push_pull`.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is invalid.
+    Raises ConfigError if an argument is invalid.
     """
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: a step has at least one pass")
+    check_passes(backward_passes_per_step)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ConfigError(f"{optimizer!r} is not an optimizer of optax: it has no init and update")
     summed = optax.chain(distributed_gradients(average, name, priority, compression, op=op), optimizer)

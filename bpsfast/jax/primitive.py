@@ -1,15 +1,14 @@
 """The JAX primitive of push_pull: traced, ordered, differentiated, and lowered to a call of an FFI handler.
 
-It has an ordered effect, as `io_callback(ordered=True)`: a token runs through all push_pulls of a program, and from
-program to program. So each rank makes its push_pulls in the order in which Python traced them. Without it XLA would
-choose the order of independent ones; one rank could wait in the first and another in the second, a deadlock, and rounds
-of two calls under way could be summed with each other.
+It has an ordered effect, as `io_callback(ordered=True)`: JAX passes a token from push_pull to push_pull, also from
+program to program, so each rank makes them in the order in which Python traced them. Otherwise XLA would choose the
+order of independent ones: ranks could wait for each other in different calls (a deadlock), or sum rounds of two
+different calls.
 
-JAX has no public name for ordered effects. All that is taken from `jax._src` is taken here, and checked at import.
+JAX has no public name for ordered effects: only this module imports from `jax._src`, and it checks the names at import.
 
 XLA calls the handler, which is written in Python, from its own threads with the buffers of a push_pull (`call_frame`).
-Nothing is compiled and no byte is copied on the way: inputs are pushed from XLA's buffers, and sums delivered into
-them.
+No byte is copied: inputs are pushed from XLA's buffers, and sums are delivered into them.
 """
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ import jax
 from jax.interpreters import batching, mlir
 
 from ..orchestration.errors import ProtocolError, UnsupportedError
-from ..orchestration.messages import TensorSpec
 from ..trainer import process
 from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
@@ -39,9 +37,9 @@ TARGET = "bpsfast_push_pull"
 
 @dataclass(frozen=True)
 class PushPullCall:
-    """One push_pull of a program: the leaves that it sums at once. Hashable, as JAX compiles once for each.
+    """One push_pull of a program: the leaves that it sums together. Hashable, as JAX compiles once for each.
 
-    Compiled programs name it by its digest, not by a number: JAX keeps them on disk, and numbers differ by process.
+    Compiled programs refer to it by its digest, as JAX caches them on disk, and numbers would differ by process.
     """
 
     leaves: tuple[Leaf, ...]
@@ -51,7 +49,7 @@ class PushPullCall:
 
     @cached_property
     def digest(self) -> str:
-        """Its name: the same in every process."""
+        """A hash of the call; the same in every process."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
 
     def backward(self) -> PushPullCall:
@@ -59,44 +57,22 @@ class PushPullCall:
         leaves = tuple(replace(leaf, name=leaf.name + _BACKWARD) for leaf in self.leaves if leaf.is_differentiable)
         return PushPullCall(leaves, self.average, self.priority)
 
-    def specs(self) -> list[TensorSpec]:
-        """Return what the job is told of the tensors. Small ones travel together."""
-        return specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
-
     def bundle(self, session: Session) -> Bundle:
         """Return the bundle that sums it in *session*."""
         if not self._bundles or self._bundles[0].session is not session:
-            self._bundles[:] = [Bundle(session, self.specs())]
+            specs = specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
+            self._bundles[:] = [Bundle(session, specs)]
         return self._bundles[0]
 
 
+#: The calls that this process has traced, by their digests.
 _calls: dict[str, PushPullCall] = {}
-
-
-def register_call(call: PushPullCall) -> str:
-    """Register *call* for the life of the process; return its digest, by which `registered_call` finds it."""
-    return _calls.setdefault(call.digest, call).digest
-
-
-def registered_call(digest: str) -> PushPullCall:
-    """Return the call of that digest.
-
-    Raises
-    ------
-    ProtocolError
-        If the program that asks for it was compiled elsewhere.
-    """
-    try:
-        return _calls[digest]
-    except KeyError:
-        raise ProtocolError("a compiled program has a push_pull that this process has never traced. Programs with "
-                            "push_pull cannot be moved between processes: jit the function here") from None
 
 # -- the handler -------------------------------------------------------------------------------------------------------
 
-#: The errors of the last calls that failed, each with the text that XLA got for it; the newest is last.
+#: The errors of the last failed calls, each with the text that XLA got for it; the newest is last.
 _failures: deque[tuple[str, BaseException]] = deque(maxlen=16)
-_misfit: str | None = None  # how XLA's layouts differ from ours ("": not at all); None until XLA has told them
+_misfit: str | None = None  # how XLA's layouts differ from `call_frame`'s ("": not at all); None: not known yet
 
 
 def _handle(pointer: Any) -> int | None:
@@ -109,22 +85,27 @@ def _handle(pointer: Any) -> int | None:
             _misfit = call_frame.answer_metadata(frame, metadata)
             return None
         _sum(frame)
-    except BaseException as exc:  # else ctypes prints it, and the program goes on with wrong buffers
+    except BaseException as exc:  # else ctypes prints it, and the program continues with wrong buffers
         text = f"{type(exc).__module__.partition('.')[0]} {type(exc).__name__}: {exc}"
         _failures.append((text, exc))
         return call_frame.error(frame, text)
     return None
 
 
-_pointer = call_frame.HANDLER(_handle)  # lives as long as XLA may call it
+_pointer = call_frame.HANDLER(_handle)  # referred to here, as XLA may call it at any time
+# XLA asks the handler for its version when it starts the CPU platform.
+jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_pointer, ctypes.c_void_p)), platform="cpu")
 
 
 def _sum(frame: call_frame.Frame) -> None:
     wrong = call_frame.check_frame(frame)
     if wrong:
         raise UnsupportedError(_unsupported(wrong))
-    bundle = registered_call(call_frame.text_of(frame)).bundle(process.current())
-    bundle.run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
+    call = _calls.get(call_frame.text_of(frame))
+    if call is None:
+        raise ProtocolError("a compiled program has a push_pull that this process has never traced. Programs with "
+                            "push_pull cannot be moved between processes: jit the function here")
+    call.bundle(process.current()).run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
 
 
 def failure(text: str) -> BaseException | None:
@@ -135,11 +116,6 @@ def failure(text: str) -> BaseException | None:
 def _unsupported(wrong: str) -> str:
     return (f"jaxlib {jax.lib.__version__} calls handlers in a way that this bpsfast does not know: {wrong}. Install a "
             "jaxlib of the versions that setup.cfg names, or a newer bpsfast")
-
-
-def register() -> None:
-    """Register the handler with XLA, for the CPU only. XLA asks for its version when it starts that platform."""
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_pointer, ctypes.c_void_p)), platform="cpu")
 
 
 def require_fit() -> None:
@@ -205,7 +181,7 @@ def _shapes(*leaves: Any, call: PushPullCall) -> list[Any]:
 def _run(*leaves: Any, call: PushPullCall) -> Any:
     """Sum outside jit: wait for all programs under way, then for the sums; raise the error of the call.
 
-    This keeps the order without a token, which costs JAX milliseconds for some hundred leaves.
+    So the order needs no token, which would cost JAX milliseconds for some hundred leaves.
     """
     wait_for_programs()
     try:
@@ -233,7 +209,8 @@ def _lower(ctx: Any, *leaves: Any, call: PushPullCall) -> Sequence[Any]:
 
 def _lower_unordered(ctx: Any, *operands: Any, call: PushPullCall) -> Sequence[Any]:
     require_fit()
-    lowered: Sequence[Any] = _lowering(ctx, *operands, call=register_call(call))
+    _calls.setdefault(call.digest, call)
+    lowered: Sequence[Any] = _lowering(ctx, *operands, call=call.digest)
     return lowered
 
 
@@ -256,7 +233,6 @@ mlir.register_lowering(_push_pull, _refuse_lowering)
 mlir.register_lowering(_push_pull, _lower, platform="cpu")
 mlir.register_lowering(_unordered, _lower_unordered, platform="cpu")
 batching.primitive_batchers[_push_pull] = _refuse_batching
-register()
 
 
 def run(call: PushPullCall, leaves: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,7 @@
     model.compile(bps.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss="mse")
     model.fit(x, y, callbacks=[bps.callbacks.BroadcastGlobalVariablesCallback(0)])
 
-Longer programs change in these lines only. The backend is Keras's: KERAS_BACKEND, before its first import.
+Only these lines of a program change. KERAS_BACKEND, set before the first import of Keras, selects the backend.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend that Keras computes with, and the interface by which its tensors are summed; joining the job."""
+"""Selects the module that sums tensors of Keras's backend; joins and leaves the job through it."""
 from __future__ import annotations
 
 import hashlib
@@ -25,8 +25,8 @@ Kind = tuple[tuple[int, ...], str]
 class GradientSet:
     """Gradients of one step that are summed together, in the order in which the forward pass uses their variables.
 
-    Hashable, as backends keep for each set what they need to sum it. *names* are the same on all ranks; with *prefix*
-    they are the job's names.
+    Hashable, as backends cache an object for each set. *names* are the same on all ranks; with *prefix* they are the
+    job's names.
     """
 
     prefix: str
@@ -50,8 +50,8 @@ def gradient_set(paths: Sequence[str], kinds: Sequence[Kind], prefix: str | None
                  choice: Choice | None) -> GradientSet:
     """Return the set of the gradients of variables with these *paths*, of these *kinds*.
 
-    Without a *prefix* one is made of names and kinds. Equal models then have the same names, which is correct, as one
-    call ends before the next begins; but what codecs have kept back of one model is added to the other.
+    Without a *prefix* one is made of names and kinds. Equal models then have the same names. That is correct, as one
+    call ends before the next begins, but they share the errors that codecs feed back.
     """
     own, names = make_unique(paths), common_names(paths)
     codecs = chosen_among(choice, dict(zip(own, kinds)), process.current().settings.min_compress_bytes)
@@ -67,43 +67,36 @@ _MODULES = {"jax": "jax_backend", "tensorflow": "tensorflow_backend", "torch": "
 
 
 class TensorBackend(Protocol):
-    """What the modules `jax_backend`, `tensorflow_backend` and `torch_backend` have."""
+    """The functions of the modules `jax_backend`, `tensorflow_backend` and `torch_backend`."""
 
     def init(self, **settings: object) -> None:
         """Join the job."""
 
     def shutdown(self) -> None:
-        """Leave the job."""
+        """Leave the job, after the programs that the backend has started."""
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
 
     def dtype_of(self, tensor: Any) -> str:
-        """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+        """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not supported."""
 
     def is_symbolic(self, tensor: Any) -> bool:
         """Return whether *tensor* is part of a program that is being traced, and has no values."""
 
-    def reduced(self, chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-        """Return the sums (means) of *tensors* over all ranks as new tensors; inside compiled programs, too.
+    def reduced(self, chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any],
+                condition: Any = None) -> list[Any]:
+        """Return the sums (means) of *tensors* over all ranks as new tensors, in compiled programs, too.
 
-        *learning_rate* returns the step's learning rate, for error feedback, where the backend supports it.
+        *learning_rate* returns the step's learning rate, for error feedback, if the backend supports it. *condition* is
+        None, or the same on all ranks: JAX returns *tensors* where it is false; on TensorFlow and PyTorch Keras calls
+        this only where it is true.
         """
-
-    def reduced_if(self, condition: Any, chosen: GradientSet, tensors: Sequence[Any],
-                   learning_rate: Callable[[], Any]) -> list[Any]:
-        """As `reduced`, if *condition*, which is the same on all ranks, is true; else return *tensors*."""
 
 
 @cache
 def tensor_backend() -> TensorBackend:
-    """Return the module that sums tensors of the backend with which Keras was imported.
-
-    Raises
-    ------
-    UnsupportedError
-        If bpsfast has none for that backend.
-    """
+    """Return the module that sums tensors of Keras's backend; raises UnsupportedError if there is none."""
     name = keras.backend.backend()
     if name not in _MODULES:
         raise UnsupportedError(f"Keras computes with {name!r} here; bpsfast.keras sums tensors of "
@@ -114,7 +107,7 @@ __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "s
 
 
 def init(lazy: bool = True, **settings: object) -> None:
-    """Join the job (`bpsfast.init`). BytePS's *lazy* is ignored: the connection is always made at once."""
+    """Join the job (`bpsfast.init`), always at once: BytePS's *lazy* is ignored."""
     tensor_backend().init(**settings)
 
 

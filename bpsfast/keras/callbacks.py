@@ -1,4 +1,4 @@
-"""Callbacks with the names and arguments of `byteps.keras.callbacks`."""
+"""Keras callbacks that broadcast variables, average metrics and change the learning rate (`byteps.keras.callbacks`)."""
 from __future__ import annotations
 
 import hashlib
@@ -17,11 +17,10 @@ from .variables import broadcast_variables, is_built, state_of, without_numbers
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Overwrites the variables of model and optimizer on all ranks by those of rank *root_rank*, once, before the first
-    batch.
+    """Broadcasts the variables of model and optimizer of rank *root_rank* to all ranks, once, before the first batch.
 
-    BytePS does it after the first batch, in which each rank has trained weights of its own. So does this one only where
-    the variables are not there before: TensorFlow's trainer builds a model without an `Input` with the first batch.
+    BytePS broadcasts after the first batch, in which each rank trains other weights. This callback does so only if the
+    variables do not exist before: TensorFlow's trainer builds a model without an `Input` in the first batch.
 
     *device* is BytePS's. Raises in training as `variables.broadcast_variables`.
     """
@@ -34,7 +33,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._is_done = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if the variables are there."""
+        """Broadcast the variables if they exist."""
         check_root(process.current(), self._root_rank)
         model = self.model
         if is_built(model):
@@ -43,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if it was not done before."""
+        """Broadcast the variables unless `on_train_begin` did."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -55,15 +54,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Replaces the metrics at the end of each epoch by their means over all ranks, all in one push_pull.
 
-    Place it before callbacks that use metrics. All ranks must have the same ones, validation included: those that have
-    not get a `StallError` that names them. *device* is BytePS's.
+    Place it before callbacks that use metrics. All ranks must have the same metrics, validation included, else they get
+    a `StallError` that names them. *device* is BytePS's.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average *logs* in place; what is no number stays."""
+        """Average the numbers of *logs* in place."""
         if not logs:
             return
         names = sorted(name for name, value in logs.items() if isinstance(value, int | float | np.number))
@@ -80,28 +79,25 @@ def _title(names: list[str]) -> str:
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets the learning rate be ``initial_lr * multiplier(epoch)`` from *start_epoch* on, before *end_epoch*.
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from *start_epoch* on, before *end_epoch*.
 
     Parameters
     ----------
     multiplier
         A number, or a function of the epoch.
     staircase
-        Change it at the start of each epoch; else before each batch, and *multiplier* is called with ``epoch + batch /
-        steps_per_epoch``. A number changes once for each epoch.
+        Change the rate at the start of each epoch; else before each batch, with ``multiplier(epoch + batch /
+        steps_per_epoch)``. If *multiplier* is a number, the rate changes at the start of each epoch.
     momentum_correction
-        Scale what SGD and RMSprop with momentum have gathered by new rate / old rate, as the paper says. BytePS scales
-        the coefficient for one batch instead, which comes to the same, but does not reach compiled programs.
+        Scale the momentum of SGD and RMSprop by new rate / old rate, as the paper says. BytePS scales the coefficient
+        for one batch instead, with the same result, but not in compiled programs.
     steps_per_epoch
-        None: what Keras finds out.
+        None: the number that Keras finds.
     initial_lr
-        None: the optimizer's, when training begins.
+        None: the optimizer's rate when training begins.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is not possible; when training begins, if the optimizer's rate cannot be set, or the number of
-        steps is not known.
+    Raises ConfigError if an argument is invalid; when training begins, if the optimizer's rate cannot be set, or the
+    number of steps is unknown.
     """
 
     def __init__(self, multiplier: float | Callable[[float], float], start_epoch: int = 0, end_epoch: int | None = None,
@@ -126,7 +122,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at what the optimizer begins with."""
+        """Note the optimizer's learning rate and the number of steps, unless they were given."""
         rate = _rate(self.model.optimizer)
         if self._initial_lr is None:
             self._initial_lr = rate
@@ -137,11 +133,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
                                   "not know how many an epoch has: give steps_per_epoch")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count the epochs."""
+        """Note the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the learning rate, if it changes with this batch."""
+        """Set the learning rate if it changes before this batch."""
         if self._epoch < self._start_epoch or (self._end_epoch is not None and self._epoch >= self._end_epoch):
             return
         if not self._staircase:
@@ -163,15 +159,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         old, new = _rate(optimizer), self._initial_lr * float(factor)
         optimizer.learning_rate = new
         if self._corrects and old > 0 and new != old:
-            for gathered in _gathered(optimizer):
-                gathered.assign(gathered * (new / old))
+            for momentum in _momenta(optimizer):
+                momentum.assign(momentum * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Lets the learning rate grow from ``initial_lr / size()`` to ``initial_lr`` in the first *warmup_epochs*, by each
-    batch: ``initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``, with e = epoch + (batch + 1) / steps_per_epoch.
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` in the first *warmup_epochs*.
 
-    *verbose* 1 says when it is over. The other parameters are those of `LearningRateScheduleCallback`.
+    It changes with each batch: ``initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``, with
+    e = epoch + (batch + 1) / steps_per_epoch. *verbose* 1 prints a line at the end. The other parameters are those of
+    `LearningRateScheduleCallback`.
     """
 
     def __init__(self, warmup_epochs: int = 5, momentum_correction: bool = True, steps_per_epoch: int | None = None,
@@ -203,17 +200,12 @@ def _rate(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(rate))
 
 
-def _gathered(optimizer: Any) -> list[Any]:
-    """Return the variables in which *optimizer* has gathered steps, the learning rate in them, for its momentum."""
+def _momenta(optimizer: Any) -> list[Any]:
+    """Return the variables of *optimizer* that accumulate steps multiplied by the learning rate (unlike Adam's)."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not inner.built:
+    if not inner.built or not isinstance(inner, keras.optimizers.SGD | keras.optimizers.RMSprop) or not inner.momentum:
         return []
-    if isinstance(inner, keras.optimizers.SGD):
-        found = inner.momentums if inner.momentum else []
-    elif isinstance(inner, keras.optimizers.RMSprop):
-        found = inner._momentums if inner.momentum else []
-    else:
-        found = []  # Adam's, for example, have no rate in them
+    found = inner.momentums if isinstance(inner, keras.optimizers.SGD) else inner._momentums
     return [each for each in found if each is not None]
 
 

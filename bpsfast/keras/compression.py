@@ -1,16 +1,15 @@
-"""Compression of Keras's gradients, on every backend and inside its compiled programs.
+"""Compressors and codecs for Keras's gradients, on every backend and inside its compiled programs.
 
-A compressor is a class (or an object) with the functions compress and decompress, written with `keras.ops`, that run in
-the ranks, as in `bpsfast.torch.compression`. Codecs run in the nodes.
+See `bpsfast.compression.compressors` (here the functions use `keras.ops`) and `bpsfast.compression.choice`.
 """
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
 
 from ..compression import compressors
-from ..compression.choice import Choice
 from ..compression.compressors import (
     CastingCompressor,
     Codecs,
@@ -40,13 +39,13 @@ class _Casting(CastingCompressor):
 
 
 class FP16Compressor(_Casting):
-    """Floating-point tensors travel as float16."""
+    """Sends floating-point tensors as float16."""
 
     wire_name = "float16"
 
 
 class BF16Compressor(_Casting):
-    """Floating-point tensors travel as bfloat16."""
+    """Sends floating-point tensors as bfloat16."""
 
     wire_name = "bfloat16"
 
@@ -59,6 +58,4 @@ class Compression(Codecs):
     bf16 = BF16Compressor
 
 
-def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """As `compressors.parted`."""
-    return compressors.parted(compression, "bpsfast.keras", "paths of variables")
+parted = partial(compressors.parted, module="bpsfast.keras", names="paths of variables")

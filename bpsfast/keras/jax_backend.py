@@ -1,4 +1,4 @@
-"""Sums of Keras's tensors on JAX, inside and outside jit, as one push_pull of `bpsfast.jax`."""
+"""Sums Keras's tensors on JAX, inside and outside jit, as one push_pull of `bpsfast.jax`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _calls: dict[GradientSet, PushPullCall] = {}
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+    """See `backend.TensorBackend`."""
     return wire_name(tensor.dtype)
 
 
@@ -26,21 +26,18 @@ def is_symbolic(tensor: Any) -> bool:
     return isinstance(tensor, jax.core.Tracer)
 
 
-def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-    """Return the sums (means) of *tensors*; raises as `bpsfast.jax.push_pull`. *learning_rate* is an array of the
-    program and is not used.
+def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any],
+            condition: Any = None) -> list[Any]:
+    """See `backend.TensorBackend`; raises as `bpsfast.jax.push_pull`. *learning_rate* is not used: it returns a traced
+    array, and error feedback needs a number.
     """
     call = _calls.get(chosen)
     if call is None:
         leaves = (Leaf(name, *kind, codec) for name, kind, codec in zip(chosen.wire_names, chosen.kinds, chosen.codecs))
         call = _calls.setdefault(chosen, PushPullCall(tuple(leaves), chosen.average, None))
-    return summed(call, tensors)
-
-
-def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
-               learning_rate: Callable[[], Any]) -> list[Any]:
-    """As `reduced`, if *condition* is true; else return *tensors*."""
+    if condition is None:
+        return summed(call, tensors)
     if not is_symbolic(condition):
-        return reduced(chosen, tensors, learning_rate) if condition else list(tensors)
-    found: list[Any] = jax.lax.cond(condition, lambda: reduced(chosen, tensors, learning_rate), lambda: list(tensors))
+        return summed(call, tensors) if condition else list(tensors)
+    found: list[Any] = jax.lax.cond(condition, lambda: summed(call, tensors), lambda: list(tensors))
     return found

@@ -28,7 +28,7 @@ def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
     Raises
     ------
     UnsupportedError
-        For a dtype that is not summed, and inside a function that is being compiled.
+        For an unsupported dtype, and inside a function that is being compiled.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
@@ -43,7 +43,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     Raises
     ------
     UnsupportedError
-        For a dtype that is not summed, and inside a function that is being compiled.
+        For an unsupported dtype, and inside a function that is being compiled.
     MismatchError, ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
@@ -83,7 +83,7 @@ def broadcast_global_variables(root_rank: int, of: Any = None) -> None:
 
 
 def _host(value: Any, what: str) -> np.ndarray[Any, Any]:
-    if _is_tensor(value):
+    if is_tensor(value):
         if tensor_backend().is_symbolic(getattr(value, "value", value)):
             raise UnsupportedError(f"{what} of a tensor of shape {tuple(value.shape)} inside a function that is being "
                                    "compiled: call it outside; DistributedOptimizer sums inside, too")
@@ -97,9 +97,10 @@ def _host(value: Any, what: str) -> np.ndarray[Any, Any]:
                                f"({exc})") from exc
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Return whether *value* is a tensor of Keras's backend or a variable."""
     return isinstance(value, keras.Variable) or bool(keras.ops.is_tensor(value))
 
 
 def _like(value: Any, result: np.ndarray[Any, Any]) -> Any:
-    return keras.ops.convert_to_tensor(result) if _is_tensor(value) else result
+    return keras.ops.convert_to_tensor(result) if is_tensor(value) else result

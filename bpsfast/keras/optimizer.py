@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the user's optimizer, whose gradients are averaged over all ranks before it applies them."""
+"""DistributedOptimizer for Keras: the user's optimizer, which first averages its gradients over all ranks."""
 from __future__ import annotations
 
 import sys
@@ -29,25 +29,13 @@ class Reduction:
 
     def of(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Callable[[], Any],
            condition: Any = None) -> list[Any]:
-        """Return *gradients* reduced over all ranks; None stays.
+        """Return the *gradients* of *variables* reduced over all ranks; None stays None, the same ones on all ranks.
 
-        Parameters
-        ----------
-        gradients
-            The gradients of *variables*, in the same order. The same ones are None on all ranks.
-        learning_rate
-            Returns the step's learning rate, for error feedback.
-        condition
-            If given, gradients are reduced where it is true, and returned unchanged where it is false.
+        *learning_rate* returns the step's learning rate, for error feedback. With a *condition* gradients are reduced
+        where it is true, and returned unchanged where it is false.
 
-        Raises
-        ------
-        MismatchError
-            If gradients do not fit the variables. Nothing is sent.
-        UnsupportedError
-            For a dtype that is not summed, and for variables that their gradients overwrite (float8).
-        BusyError, ClosedError, StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        Raises MismatchError if gradients do not fit the variables, and UnsupportedError for an unsupported dtype and
+        for variables that their gradients overwrite (float8); nothing is sent. Other errors: `bpsfast.push_pull`.
         """
         gradients, variables = list(gradients), list(variables)
         paths = [path_of(variable) for variable in variables]
@@ -73,10 +61,7 @@ class Reduction:
         backend = tensor_backend()
         kinds = [(tuple(tensor.shape), _dtype(paths[place], tensor)) for place, tensor in zip(places, small)]
         chosen = gradient_set([paths[place] for place in places], kinds, self.prefix, self.average, self.choice)
-        if condition is None:
-            sums = backend.reduced(chosen, small, learning_rate)
-        else:
-            sums = backend.reduced_if(condition, chosen, small, learning_rate)
+        sums = backend.reduced(chosen, small, learning_rate, condition)
         for place, total, context in zip(places, sums, contexts):
             gradients[place] = _scaled(self.compressor.decompress(total, context), self.postscale)
         return gradients
@@ -112,14 +97,14 @@ else:
 
 
 class Distributed(_Optimizer):
-    """The base that is put before the class of the user's optimizer (see `DistributedOptimizer`)."""
+    """The first base of the class that `DistributedOptimizer` gives the user's optimizer."""
 
     _bpsfast_reduction: ClassVar[Reduction]
     _bpsfast_base: ClassVar[type]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the user's optimizer, so that Keras saves it as that, and loads it without bpsfast."""
+        """The class of the user's optimizer: Keras saves it as that, and loads it without bpsfast."""
         return self._bpsfast_base
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -188,29 +173,26 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          average: bool = True) -> Any:
     """Make *optimizer* average its gradients over all ranks before it applies them; return it.
 
-    It stays the same object, with its state and, for Keras, its class: it is saved as what it was.
+    It stays the same object, with its state and, for Keras, its class, under which it is saved.
 
     Parameters
     ----------
     optimizer
-        An optimizer of Keras 3, or a `LossScaleOptimizer` around another: then all ranks see the same gradients, and
-        skip the same steps.
+        An optimizer of Keras 3, also a `LossScaleOptimizer` around another: it then sees the same gradients on all
+        ranks, which so skip the same steps.
     name
         The prefix of the names of the gradients in the job. None: it is made of the model's variables. Equal models
-        that are trained at the same time need it if a codec keeps errors (error feedback).
+        that are trained at the same time need one for codecs with error feedback.
     device_dense, device_sparse
-        BytePS's; ignored. Tensors are summed from where they are.
+        BytePS's; ignored. Tensors stay on their devices.
     compression
         A compressor (`Compression.fp16`), or a choice of codecs by the paths of variables (`bpsfast.compression`).
     sparse_as_dense
-        BytePS's. Sparse gradients are made dense.
+        BytePS's; ignored. Sparse gradients are always sent as dense ones.
     average
         Divide sums by the number of ranks.
 
-    Raises
-    ------
-    ConfigError
-        If *optimizer* is not one of Keras 3, or distributed already; if *compression* is invalid.
+    Raises ConfigError if *optimizer* is not one of Keras 3, or distributed already; if *compression* is invalid.
     """
     return distribute(optimizer, Reduction(name, average, *parted(compression)))
 
@@ -218,12 +200,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
 def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
     """Make *optimizer* reduce its gradients by *reduction* before it applies them; return it.
 
-    With several passes it first averages the gradients of *n_passes* backward passes: *reduction* gets a mean.
-
-    Raises
-    ------
-    ConfigError
-        As `DistributedOptimizer`, and for several passes if *optimizer* is built, or accumulates by itself.
+    With *n_passes* above 1 it first averages the gradients of so many backward passes, and reduces the mean. Raises
+    ConfigError as `DistributedOptimizer`; also for several passes if *optimizer* is built, or accumulates by itself.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(f"{optimizer!r} is not an optimizer of Keras {keras.__version__}: give an object, such as "
@@ -285,23 +263,19 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
                **options: Any) -> Any:
     """Return the model of *filepath*, as `keras.models.load_model`, with its optimizer as a DistributedOptimizer.
 
-    Each rank reads the file. It may have been saved with a DistributedOptimizer or without.
+    Each rank reads the file, which may have been saved with or without a DistributedOptimizer.
 
     Parameters
     ----------
     custom_optimizers
         Classes of optimizers that are not registered with Keras.
-    custom_objects
-        As of Keras.
+    custom_objects, options
+        As of `keras.models.load_model`.
     compression
         As of `DistributedOptimizer`.
-    options
-        Others of `keras.models.load_model`.
 
-    Raises
-    ------
-    ConfigError
-        If *custom_optimizers* are not classes of optimizers, or *compression* is invalid. Nothing is read.
+    Raises ConfigError if *custom_optimizers* are not classes of optimizers, or *compression* is invalid. Nothing is
+    read.
     """
     reduction = Reduction(None, True, *parted(compression))
     return loaded(filepath, custom_optimizers, custom_objects, reduction, options)
@@ -309,7 +283,7 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
 
 def loaded(filepath: Any, custom_optimizers: Sequence[type] | None, custom_objects: Mapping[str, Any] | None,
            reduction: Reduction, options: Mapping[str, Any]) -> Any:
-    """As `load_model`, with any *reduction*."""
+    """As `load_model`, for any *reduction*."""
     objects: dict[str, Any] = {}
     for kind in custom_optimizers or ():
         if not (isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)):

@@ -1,4 +1,4 @@
-"""Sums of Keras's tensors on TensorFlow, eagerly and inside `tf.function`, by `bpsfast.tensorflow`."""
+"""Sums Keras's tensors on TensorFlow, eagerly and inside `tf.function`, by `bpsfast.tensorflow`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from .backend import GradientSet
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+    """See `backend.TensorBackend`."""
     return wire_dtype(tensor.dtype, f"a tensor of shape {tensor.shape}")
 
 
@@ -22,14 +22,9 @@ def is_symbolic(tensor: Any) -> bool:
     return bool(tf.is_symbolic_tensor(tensor))
 
 
-def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-    """Return the sums (means) of *tensors*; raises as `bpsfast.tensorflow.ops.reduced`."""
+def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any],
+            condition: Any = None) -> list[Any]:
+    """See `backend.TensorBackend`; raises as `bpsfast.tensorflow.ops.reduced`."""
     return summed(tensors, chosen.wire_names, chosen.average,
                   compression=dict(zip(chosen.wire_names, chosen.codecs)) if any(chosen.codecs) else None,
                   learning_rate=tf.cast(learning_rate(), tf.float32) if chosen.has_error_feedback else None)
-
-
-def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
-               learning_rate: Callable[[], Any]) -> list[Any]:
-    """As `reduced`: Keras traces both branches, and calls this only in the one where *condition* is true."""
-    return reduced(chosen, tensors, learning_rate)

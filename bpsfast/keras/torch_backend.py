@@ -1,4 +1,4 @@
-"""Sums of Keras's tensors on PyTorch, as gradients of a model in shared memory (`trainer.gradients`)."""
+"""Sums Keras's tensors on PyTorch, as gradients of a model in shared memory (`trainer.gradients`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..base.dtypes import NAMES
-from ..orchestration.errors import UnsupportedError
+from ..torch.ops import wire_dtype_name
 from ..trainer import process
 from ..trainer.gradients import Gradients
 from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
@@ -20,11 +19,8 @@ _session: list[Session] = []  # the session of `_gradients`
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in NAMES:
-        raise UnsupportedError(f"{tensor.dtype} cannot be summed; bpsfast sums {', '.join(NAMES)}")
-    return name
+    """See `backend.TensorBackend`."""
+    return wire_dtype_name(tensor.dtype)
 
 
 def is_symbolic(tensor: Any) -> bool:
@@ -32,15 +28,9 @@ def is_symbolic(tensor: Any) -> bool:
     return bool(tensor.device.type == "meta")
 
 
-def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
-            learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
-    """Return the sums (means) of *tensors* as new tensors. What the next forward pass uses first travels first.
-
-    Raises
-    ------
-    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`.
-    """
+def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor], learning_rate: Callable[[], Any],
+            condition: Any = None) -> list[torch.Tensor]:
+    """See `backend.TensorBackend`; raises as `bpsfast.push_pull`. Sends first what the next forward pass uses first."""
     sources = [tensor.detach().resolve_neg().contiguous() for tensor in tensors]
     inputs = [_memory(source) for source in sources]
     sums = [torch.empty_like(source) for source in sources]
@@ -49,12 +39,12 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
     if chosen.has_error_feedback:
         gradients.learning_rate = float(learning_rate())
     for name, source in reversed(list(zip(chosen.names, inputs))):  # the order of the backward pass
-        if source.place is not None:
+        if source.location is not None:
             gradients.fill_from(name, source)
         else:
             gradients.fill(name, source.address, source.nbytes)
     for name, target in zip(chosen.names, outputs):
-        if target.place is not None:
+        if target.location is not None:
             gradients.deliver_to(name, target)
         else:
             gradients.deliver(name, target.address, target.nbytes)
@@ -62,14 +52,8 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
     return sums
 
 
-def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[torch.Tensor],
-               learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
-    """As `reduced`: on PyTorch Keras calls this only where *condition* is true."""
-    return reduced(chosen, tensors, learning_rate)
-
-
 def _memory(tensor: torch.Tensor) -> TensorInput:
-    return process.current().devices.placed(tensor_input(tensor))
+    return process.current().devices.located(tensor_input(tensor))
 
 
 def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradients:
@@ -78,7 +62,7 @@ def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradien
         _gradients.clear()
         _session[:] = [session]
     if chosen not in _gradients:
-        devices = {None if each.place is None else each.place.device.name for each in inputs}
+        devices = {None if each.location is None else each.location.device.name for each in inputs}
         _gradients[chosen] = Gradients(
             dict(zip(chosen.names, chosen.kinds)), average=chosen.average, prefix=chosen.prefix,
             compression=dict(zip(chosen.names, chosen.codecs)), on_device=devices.pop() if len(devices) == 1 else None)

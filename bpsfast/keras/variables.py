@@ -1,7 +1,7 @@
-"""Variables of Keras: names that are the same on all ranks, and the broadcast of one rank's variables.
+"""Names variables of Keras alike on all ranks, and broadcasts one rank's variables.
 
-Keras numbers the names that it makes (``dense_2``) by what the process has made before. A rank that has loaded one more
-model would have other numbers, so names are made of paths without numbers.
+Keras numbers the names that it makes (``dense_2``) in the order of the process. A rank that has loaded one more model
+has other numbers, so names are made of paths without numbers.
 """
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from ..orchestration.errors import ConfigError
 from ..trainer import process
-from ..trainer.broadcaster import check_root
 from ..trainer.object_broadcast import broadcast_arrays
 
 _NUMBER = re.compile(r"_\d+(?=[/_]|$)")
@@ -48,30 +47,20 @@ def make_unique(names: Sequence[str]) -> list[str]:
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Overwrite *variables* on all ranks with those of rank *root_rank*, in one broadcast.
 
-    Raises
-    ------
-    MismatchError
-        If the ranks' variables differ in path, dtype or shape; the error names the first that does. None is changed.
-    ConfigError, StallError, PeerLostError
-        As `bpsfast.broadcast`.
+    Raises MismatchError, which names the first one, if the ranks' variables differ in path, dtype or shape; none is
+    changed then. Other errors: `bpsfast.broadcast`.
     """
-    session = process.current()
-    check_root(session, root_rank)
     names = common_names([path_of(variable) for variable in variables])
     received = broadcast_arrays(list(zip(names, map(host_copy, variables))), root_rank, "variables")
-    if session.rank != root_rank:
+    if process.current().rank != root_rank:
         for variable, array in zip(variables, received):
             variable.assign(array)
 
 
 def state_of(model: Any) -> list[Any]:
-    """Return the variables of *model* and its optimizer, without states of random generators, which are each rank's
-    own.
+    """Return the variables of *model* and its optimizer, without states of random generators, which differ by rank.
 
-    Raises
-    ------
-    ConfigError
-        If *model* is not a model of Keras 3, or is not built.
+    Raises ConfigError if *model* is not a built model of Keras 3.
     """
     if not isinstance(model, keras.Model):
         raise ConfigError(f"expected a keras.Model, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""The sum kernels, compiled on first use: their addresses for the engine, and two checked calls for Python.
+"""Compiles the kernels that sum partitions, on first use: addresses for the engine, and two checked calls for Python.
 
 The C signature of every kernel::
 
@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +45,33 @@ NONTEMPORAL_NBYTES = 1 << 20
 SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 # No writable folder, a full disk, a damaged or foreign entry (unpickled, it may raise anything) must not fail a job.
-CACHE_FAULTS = (
-    RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, pickle.PickleError
-)  # fmt: skip
+CACHE_FAULTS = (RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError,
+                pickle.PickleError)
 
 _lock = threading.Lock()
-#: (wire dtype, op) -> numba cfunc: owns the machine code for the life of the process
-_compiled: dict[tuple[str, str], Any] = {}
-#: (wire dtype, op) -> ctypes function at its address; calling it releases the GIL
-_callable: dict[tuple[str, str], Any] = {}
-_NO_SUM = "", "no sum"
+#: The kernels by name and dtype: numba cfuncs, which own the machine code, for the life of the process.
+_compiled: dict[tuple[str, ...], Any] = {}
+
+
+def compiled_address(key: tuple[str, ...], compile_kernel: Callable[[], Any]) -> int:
+    """Return the address of the kernel *key*, for which *compile_kernel* is called on first use; any thread."""
+    with _lock:
+        if key not in _compiled:
+            _compiled[key] = compile_kernel()
+        return int(_compiled[key].address)
 
 
 def address(dtype_name: str, op: str = "sum") -> int:
-    """Return the address of the kernel of a wire dtype that combines by *op* (`partition.OPS`), compiling it first if
-    need be; any thread.
+    """Return the address of the kernel of a wire dtype that combines by *op* (`partition.OPS`); any thread.
 
-    The code lives as long as the process. Raises `UnsupportedError` for a name or an op that there is no kernel for.
+    It is compiled on first use, and lives as long as the process. Raises `UnsupportedError` for a name or an op that
+    there is no kernel for.
     """
     row = dtypes.lookup(dtype_name)
     if op not in OPS or (row.is_float and op in BITWISE_OPS):
         raise UnsupportedError(f"there is no kernel for the {op} of {dtype_name}; ops: {', '.join(OPS)}, the bitwise "
                                "ones for integers")
-    with _lock:
-        if (dtype_name, op) not in _compiled:
-            _compiled[dtype_name, op] = _compile(dtype_name, op)
-            _callable[dtype_name, op] = SIGNATURE(_compiled[dtype_name, op].address)
-        return int(_compiled[dtype_name, op].address)
+    return compiled_address((op, dtype_name), lambda: _compile(dtype_name, op))
 
 
 def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
@@ -89,11 +90,16 @@ def assembly(dtype_name: str) -> str:
 def _compile(name: str, op: str) -> Any:
     from bpsfast.kernels import sum_ir
 
-    if has_cache_folder(Path(sum_ir.__file__).parent):
+    return with_cache(sum_ir.__file__, lambda cache: sum_ir.compile_kernel(name, cache, op))
+
+
+def with_cache(source: str, compile_kernel: Callable[[bool], Any]) -> Any:
+    """Return *compile_kernel*'s kernel of the file *source*, with numba's disk cache (argument True) if possible."""
+    if has_cache_folder(Path(source).parent):
         # A fault of the kernel itself comes up again below, where it is compiled without the cache.
         with contextlib.suppress(*CACHE_FAULTS):
-            return sum_ir.compile_kernel(name, cache=True, op=op)
-    return sum_ir.compile_kernel(name, cache=False, op=op)
+            return compile_kernel(True)
+    return compile_kernel(False)
 
 
 def has_cache_folder(package: Path) -> bool:
@@ -114,15 +120,8 @@ def _may_write(folder: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
-def fused_sum(
-    dst: Array,
-    before: Sequence[Array],
-    local: Sequence[Array],
-    after: Sequence[Array],
-    divisor: int = 1,
-    nontemporal: bool | None = None,
-    op: str = "sum",
-) -> None:
+def fused_sum(dst: Array, before: Sequence[Array], local: Sequence[Array], after: Sequence[Array], divisor: int = 1,
+              nontemporal: bool | None = None, op: str = "sum") -> None:
     """Write to *dst* the two-level sum of *before*, *local*, *after*, divided by *divisor* (1: no average).
 
     Another *op* combines them otherwise, in the same order.
@@ -171,22 +170,23 @@ def _check(role: str, array: Any, dst: Array) -> str:
         raise UnsupportedError(f"{role} is a {type(array).__name__}; the kernels take NumPy arrays")
     name = dtypes.wire_name(array.dtype)
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
-        raise UnsupportedError(
-            f"{role} has shape {array.shape} and strides {array.strides}; the kernels take 1-D contiguous, "
-            f"aligned arrays (np.ascontiguousarray(x).reshape(-1))"
-        )
+        raise UnsupportedError(f"{role} has shape {array.shape} and strides {array.strides}; the kernels take 1-D "
+                               "contiguous, aligned arrays (np.ascontiguousarray(x).reshape(-1))")
     if array.dtype != dst.dtype or array.size != dst.size:
         raise MismatchError(f"{role} is {array.size} x {array.dtype}, dst is {dst.size} x {dst.dtype}")
     return name
 
 
-def _call(
-    name: str, op: str, dst: Array, inputs: Sequence[Array], counts: tuple[int, int, int], divisor: int,
-    nontemporal: bool,
-) -> None:
-    address(name, op)
+@functools.cache
+def _function(name: str, op: str) -> Any:
+    """Return a kernel as a ctypes function; calling it releases the GIL."""
+    return SIGNATURE(address(name, op))
+
+
+def _call(name: str, op: str, dst: Array, inputs: Sequence[Array], counts: tuple[int, int, int], divisor: int,
+          nontemporal: bool) -> None:
     pointers = (ctypes.c_void_p * len(inputs))(*[array.ctypes.data for array in inputs])
-    _callable[name, op](dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))
+    _function(name, op)(dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))
 
 
 def no_sum_address() -> int:
@@ -194,13 +194,12 @@ def no_sum_address() -> int:
 
     Nodes then move bytes, and what they would sum stays garbage: benches measure network and engine alone.
     """
-    with _lock:
-        if _NO_SUM not in _compiled:
-            from numba import cfunc, types
+    def compile_kernel() -> Any:
+        from numba import cfunc, types
 
-            signature = types.void(types.voidptr, types.voidptr, *[types.int64] * 6)
-            _compiled[_NO_SUM] = cfunc(signature)(_nothing)
-        return int(_compiled[_NO_SUM].address)
+        return cfunc(types.void(types.voidptr, types.voidptr, *[types.int64] * 6))(_nothing)
+
+    return compiled_address(("no sum",), compile_kernel)
 
 
 def _nothing(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]

@@ -1,8 +1,7 @@
-"""The kernels of `stores` as LLVM IR, and the numba cfunc that holds each."""
+"""Emits the kernels that update stored weights (`stores`) as LLVM IR, and compiles them by numba."""
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -12,52 +11,39 @@ from numba.extending import intrinsic
 from . import element_ir, sum_ir
 from .codecs import elements
 from .codecs.elements import Elements, name_of, pointer_to
-from .element_ir import F32, I64
+from .element_ir import I64
 
 #: What a kernel does, its argument *what*, as `pyx/store.h` numbers it.
 READ, SET, ADD, NESTEROV, SHARE = range(5)
 
 
 def compile_kernel(name: str, cache: bool) -> Any:
-    """Compile the kernel of the wire dtype *name* and return numba's cfunc object (keep it: it owns the code).
-
-    With *cache* the machine code is looked up in and saved to numba's disk cache; raises whatever numba raises where
-    that cannot be used.
-    """
-
+    """Compile the kernel of the wire dtype *name*; return numba's cfunc, its owner. *cache*: as in `sum_ir`."""
     def kernel(values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
         _step(values, weights, momentum, n_elements, what, learning_rate, mu)  # type: ignore[call-arg]
 
-    kernel.__qualname__ = f"store_{name}" + (f"_{_fingerprint()}" if cache else "")
+    files = [__file__, element_ir.__file__, elements.__file__, sum_ir.__file__]
+    kernel.__qualname__ = f"store_{name}" + (f"_{sum_ir.fingerprint(files)}" if cache else "")
     signature = types.void(pointer_to(name), types.voidptr, types.voidptr, types.int64, types.int64, types.float64,
                            types.float64)
     return cfunc(signature, cache=cache)(kernel)
-
-
-def _fingerprint() -> str:
-    """Return what the cache's file name must tell apart: as `sum_ir` does, and for its reasons."""
-    files = [Path(__file__), *(Path(str(module.__file__)) for module in (element_ir, elements, sum_ir))]
-    parts = [*sum_ir.target(), *(path.read_text() for path in files)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @intrinsic
 def _step(typing, values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
     name = name_of(values)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def emit(builder: ir.IRBuilder, *args: ir.Value) -> None:
         step = _Step(builder, name, args)
-        for number, emit in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov),
-                             (SHARE, step.share)):
-            with builder.if_then(builder.icmp_signed("==", args[4], I64(number))):
-                step.elements.each(args[3], emit)
-        return context.get_dummy_value()
+        for kind in (READ, SET, ADD, NESTEROV, SHARE):
+            with builder.if_then(builder.icmp_signed("==", args[4], I64(kind))):
+                step.elements.each(args[3], partial(step.emit, kind))
 
-    return types.void(values, weights, momentum, n_elements, what, learning_rate, mu), codegen
+    return element_ir.emits(types.void(values, weights, momentum, n_elements, what, learning_rate, mu), emit)
 
 
 class _Step:
-    """Emit each of the steps for the elements at an index; *args* are the kernel's arguments."""
+    """Emits the steps of a kernel with the arguments *args*, for tensors of the wire dtype *name*."""
 
     def __init__(self, builder: ir.IRBuilder, name: str, args: Any) -> None:
         self.b = builder
@@ -65,41 +51,26 @@ class _Step:
         self.wide = "float64" if name == "float64" else "float32"
         self.elements = Elements(builder, self.wide)
         self.values, self.weights, self.momentum = args[:3]
-        self.rate, self.mu = (builder.fptrunc(factor, F32) if self.wide == "float32" else factor for factor in args[5:])
-        self.element = element_ir.Element(builder, self.wide, "", "")
+        self.rate, self.mu = map(self.elements.rounded, args[5:])
 
-    def _values(self, index: ir.Value, n_lanes: int) -> ir.Value:
-        return self.elements.load(self.values, self.name, index, n_lanes)
+    def emit(self, kind: int, index: ir.Value, n_items: int) -> None:
+        """Emit what a step of *kind* does to *n_items* elements from *index* on."""
+        b, elements = self.b, self.elements
 
-    def _kept(self, memory: ir.Value, index: ir.Value, n_lanes: int) -> ir.Value:
-        return self.elements.load(memory, self.wide, index, n_lanes)
+        def load(memory: ir.Value) -> ir.Value:
+            return elements.load(memory, self.wide, index, n_items)
 
-    def read(self, index: ir.Value, n_lanes: int) -> None:
-        """Copy the weights out."""
-        self.elements.store(self._kept(self.weights, index, n_lanes), self.values, self.name, index, n_lanes)
-
-    def set(self, index: ir.Value, n_lanes: int) -> None:
-        """Replace the weights."""
-        self.elements.store(self._values(index, n_lanes), self.weights, self.wide, index, n_lanes)
-
-    def add(self, index: ir.Value, n_lanes: int) -> None:
-        """Add to the weights."""
-        total = self.b.fadd(self._kept(self.weights, index, n_lanes), self._values(index, n_lanes))
-        self.elements.store(total, self.weights, self.wide, index, n_lanes)
-
-    def share(self, index: ir.Value, n_lanes: int) -> None:
-        """Add one of several equal parts of the values to the weights."""
-        part = self.b.fdiv(self._values(index, n_lanes), self.element.splat(self.rate, n_lanes))
-        total = self.b.fadd(self._kept(self.weights, index, n_lanes), part)
-        self.elements.store(total, self.weights, self.wide, index, n_lanes)
-
-    def nesterov(self, index: ir.Value, n_lanes: int) -> None:
-        """Make an outer step."""
-        b = self.b
-        rate, mu = (self.element.splat(factor, n_lanes) for factor in (self.rate, self.mu))
-        gradient = self._values(index, n_lanes)
-        momentum = b.fadd(b.fmul(mu, self._kept(self.momentum, index, n_lanes)), gradient)
-        self.elements.store(momentum, self.momentum, self.wide, index, n_lanes)
-        move = b.fmul(rate, b.fadd(gradient, b.fmul(mu, momentum)))
-        weights = b.fsub(self._kept(self.weights, index, n_lanes), move)
-        self.elements.store(weights, self.weights, self.wide, index, n_lanes)
+        if kind == READ:
+            elements.store(load(self.weights), self.values, self.name, index, n_items)
+            return
+        value = elements.load(self.values, self.name, index, n_items)
+        if kind == ADD:
+            value = b.fadd(load(self.weights), value)
+        elif kind == SHARE:
+            value = b.fadd(load(self.weights), b.fdiv(value, elements.splat(self.rate, n_items)))
+        elif kind == NESTEROV:
+            rate, mu = (elements.splat(factor, n_items) for factor in (self.rate, self.mu))
+            momentum = b.fadd(b.fmul(mu, load(self.momentum)), value)
+            elements.store(momentum, self.momentum, self.wide, index, n_items)
+            value = b.fsub(load(self.weights), b.fmul(rate, b.fadd(value, b.fmul(mu, momentum))))
+        elements.store(value, self.weights, self.wide, index, n_items)

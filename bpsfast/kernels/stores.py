@@ -1,4 +1,4 @@
-"""The kernels of parameter stores, compiled on first use: how a push changes the weights that an owner keeps.
+"""Compiles, on first use, the kernels by which a push changes the weights that an owner keeps.
 
 The C signature of every kernel (`pyx/store.h`)::
 
@@ -19,18 +19,11 @@ Importing this module does not import numba: only a node that owns a store needs
 """
 from __future__ import annotations
 
-import contextlib
-import threading
-from pathlib import Path
 from typing import Any
 
 from .. import kernels
 from ..base.dtypes import lookup
 from ..orchestration.errors import UnsupportedError
-
-_lock = threading.Lock()
-#: wire dtype -> numba cfunc: owns the machine code for the life of the process
-_compiled: dict[str, Any] = {}
 
 
 def address(dtype_name: str) -> int:
@@ -40,17 +33,10 @@ def address(dtype_name: str) -> int:
     """
     if not lookup(dtype_name).is_float:
         raise UnsupportedError(f"there is no store of {dtype_name}: weights are floats")
-    with _lock:
-        if dtype_name not in _compiled:
-            _compiled[dtype_name] = _compile(dtype_name)
-        return int(_compiled[dtype_name].address)
+    return kernels.compiled_address(("store", dtype_name), lambda: _compile(dtype_name))
 
 
 def _compile(name: str) -> Any:
     from . import store_ir
 
-    if kernels.has_cache_folder(Path(store_ir.__file__).parent):
-        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
-        with contextlib.suppress(*kernels.CACHE_FAULTS):
-            return store_ir.compile_kernel(name, cache=True)
-    return store_ir.compile_kernel(name, cache=False)
+    return kernels.with_cache(store_ir.__file__, lambda cache: store_ir.compile_kernel(name, cache))

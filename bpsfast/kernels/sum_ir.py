@@ -1,4 +1,4 @@
-"""The fused two-level sum as LLVM IR, and the numba cfunc that holds it.
+"""Emits the kernel that sums all inputs of a partition in one pass as LLVM IR, and compiles it by numba.
 
 Why IR rather than a numba loop: numba has no half on a CPU, promotes 32-bit integer arithmetic to 64 bit
 (bfloat16 at half speed) and cannot say "non-temporal". The loop nest, for one dtype:
@@ -9,7 +9,7 @@ Why IR rather than a numba loop: numba has no half on a CPU, promotes 32-bit int
         total += widen(narrow(part))                             this node's partial, at its place in the order
         for after: total += widen(load)
         divide (a branch round it when the divisor is 1), round once, store (plain or non-temporal)
-    the rest, element by element, through the same code with one lane
+    the rest, element by element, through the same code with vectors of one
 
 With at most one local input nothing is rounded in between, and all inputs go through the first loop. The
 identity starts the sums without touching a bit (`Element.identity`), so an empty group needs no branch.
@@ -21,10 +21,8 @@ no input: 5 to 8 % less time from DRAM than the nest above, which serves any num
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -34,11 +32,11 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from bpsfast.kernels import element_ir
-from bpsfast.kernels.element_ir import I32, I64, Element
+from bpsfast.kernels.element_ir import I32, I64, Element, emit_both, emits
 
 
 class Tuning(NamedTuple):
-    """What suits a make of CPU.
+    """How the sum kernel is laid out for a make of CPU.
 
     *n_registers*: accumulators per chunk; enough independent additions, and few enough that nothing spills (AVX2 has 16
     registers: with 8 the two-level form spills once a chunk, and is faster still than with 4). *prefetch_nbytes*: how
@@ -65,23 +63,19 @@ def _tuning(cpu: str, itemsize: int) -> Tuning:
     return _XEON
 
 
-class Layout(NamedTuple):
-    """Say how many inputs stand where; without a sum of its own (*n_local* 0) all stand before."""
+class InputLayout(NamedTuple):
+    """Numbers of inputs: partials of nodes before, local inputs, partials after; without a local sum all are before."""
 
     n_before: int
     n_local: int
     n_after: int
 
 
-def _layouts(most: int) -> tuple[Layout, ...]:
+def _layouts(most: int) -> tuple[InputLayout, ...]:
     """List the layouts of at most *most* inputs."""
-    flat = [Layout(n, 0, 0) for n in range(1, most + 1)]
-    two_level = [
-        Layout(before, local, after)
-        for local in range(2, most + 1)
-        for before in range(most - local + 1)
-        for after in range(most - local - before + 1)
-    ]
+    flat = [InputLayout(n, 0, 0) for n in range(1, most + 1)]
+    two_level = [InputLayout(before, local, after) for local in range(2, most + 1)
+                 for before in range(most - local + 1) for after in range(most - local - before + 1)]
     return (*flat, *two_level)
 
 
@@ -106,42 +100,36 @@ def target() -> tuple[str, str, str]:
 
 
 def compile_kernel(name: str, cache: bool, op: str = "sum") -> Any:
-    """Compile the kernel of the wire dtype *name* that combines by *op* (`partition.OPS`) and return numba's cfunc
-    object (keep it: it owns the code).
+    """Compile the kernel of a wire dtype *name* and *op* (`partition.OPS`); return numba's cfunc, which owns the code.
 
     With *cache* the machine code is looked up in and saved to numba's disk cache. Raises whatever numba raises
     where that cache cannot be used (`RuntimeError`, `OSError`, unpickling errors).
     """
-
     def kernel(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
         _fused_sum(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal)  # type: ignore[call-arg]
 
-    kernel.__qualname__ = f"fused_{op}_{name}" + (f"_{_fingerprint()}" if cache else "")
+    kernel.__qualname__ = f"fused_{op}_{name}" + (f"_{fingerprint([element_ir.__file__, __file__])}" if cache else "")
     pointer = types.CPointer(types.Opaque(f"bpsfast.{name}.{op}"))
     signature = types.void(pointer, types.CPointer(types.voidptr), *[types.int64] * 6)
     return cfunc(signature, cache=cache)(kernel)
 
 
-def _fingerprint() -> str:
-    """Return what the cache's file name must tell apart, as a short hash: CPU and source.
+def fingerprint(files: Iterable[str | Path]) -> str:
+    """Return a short hash of the CPU and of the source *files* of a kernel, for the name of its cache file.
 
     CPU: numba keeps one index file per name and numbers its data files. Two processes that fill one index with
     different entries at the same time can make one entry point at the other's code; so no two entries share a name.
-    Source: numba hashes only the file of the compiled function, and the code comes from two.
+    Source: numba hashes only the file of the compiled function, and the code comes from several.
     """
-    parts = [*target(), inspect.getsource(element_ir), inspect.getsource(sys.modules[__name__])]
+    parts = [*target(), *(Path(file).read_text() for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @intrinsic
 def _fused_sum(typing, dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore
     name, op = dst.dtype.name.removeprefix("bpsfast.").split(".")
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        SumLoop(builder, name, target(), args, op).build()
-        return context.get_dummy_value()
-
-    return types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal), codegen
+    return emits(types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal),
+                 lambda builder, *args: SumLoop(builder, name, target(), args, op).build())
 
 
 def vector_nbytes(features: str) -> int:
@@ -164,7 +152,7 @@ class SumLoop:
         self.is_x86 = triple.startswith(("x86", "i686"))
         wire, self.itemsize = self.element.wire, element_ir.nbytes_of(self.element.wire)
         self.tuning = _tuning(cpu, self.itemsize)
-        self.n_lanes = vector_nbytes(features) // self.itemsize  # loads and stores of full width
+        self.n_items = vector_nbytes(features) // self.itemsize  # loads and stores of full width
         self.n_vectors = self.tuning.n_registers * self.itemsize // element_ir.nbytes_of(self.element.wide)
         dst, inputs, n_before, n_local, n_after, self.n_elements, self.divisor, nontemporal = args
         self.dst = builder.bitcast(dst, wire.as_pointer())
@@ -178,7 +166,7 @@ class SumLoop:
 
     def build(self) -> None:
         """Emit: whole chunks, then the rest by single elements, then the fence of the non-temporal stores."""
-        b, n_chunk = self.b, self.n_vectors * self.n_lanes
+        b, n_chunk = self.b, self.n_vectors * self.n_items
         in_chunks = b.and_(self.n_elements, I64(-n_chunk))
         any_layout, rest = b.append_basic_block("any_layout"), b.append_basic_block("rest")
         ways = b.switch(self.layout_code(), any_layout)
@@ -187,15 +175,15 @@ class SumLoop:
             ways.add_case(I64(_code(*layout)), way)
             b.position_at_end(way)
             sources = [b.load(b.gep(self.inputs, [I64(k)])) for k in range(sum(layout))]
-            with self.loop(I64(0), in_chunks, n_chunk) as index:
+            with cgutils.for_range_slice(b, I64(0), in_chunks, I64(n_chunk)) as (index, _):
                 self.known_chunk(layout, sources, index)
             b.branch(rest)
         b.position_at_end(any_layout)
-        with self.loop(I64(0), in_chunks, n_chunk) as index:
-            self.chunk(index, self.n_vectors, self.n_lanes)
+        with cgutils.for_range_slice(b, I64(0), in_chunks, I64(n_chunk)) as (index, _):
+            self.chunk(index, self.n_vectors, self.n_items)
         b.branch(rest)
         b.position_at_end(rest)
-        with self.loop(in_chunks, self.n_elements, 1) as index:
+        with cgutils.for_range_slice(b, in_chunks, self.n_elements, I64(1)) as (index, _):
             self.chunk(index, 1, 1)
         if self.is_x86:  # elsewhere the release of the publishing store orders them
             with b.if_then(self.streams):
@@ -211,60 +199,59 @@ class SumLoop:
         code = b.select(self.two_level, code, b.mul(everything, I64(_BASE * _BASE)))
         return b.select(b.icmp_signed("<", everything, I64(_BASE)), code, I64(0))
 
-    def known_chunk(self, layout: Layout, sources: list[ir.Value], index: ir.Value) -> None:
+    def known_chunk(self, layout: InputLayout, sources: list[ir.Value], index: ir.Value) -> None:
         """Make one chunk at *index* from inputs whose number is known here and whose pointers are at hand."""
-        start = [self.element.identity(self.n_lanes)] * self.n_vectors
+        start = [self.element.identity(self.n_items)] * self.n_vectors
         local_end = layout.n_before + layout.n_local
         total = self.add_sources(start, sources[: layout.n_before], index)
         if layout.n_local:
             part = self.add_sources(start, sources[layout.n_before : local_end], index)
-            total = self.add_part(total, part, self.n_lanes)
+            total = self.add_part(total, part, self.n_items)
             total = self.add_sources(total, sources[local_end:], index)
-        self.finish_chunk(total, index, self.n_lanes)
+        self.finish_chunk(total, index, self.n_items)
 
     def add_sources(self, sums: list[ir.Value], sources: list[ir.Value], index: ir.Value) -> list[ir.Value]:
         """Add the chunk at *index* of each of *sources* to *sums*, in this order; return the new sums."""
         for source in sources:
-            sums = self.add_chunk_of(self.b.gep(source, [index]), sums, self.n_lanes)
+            sums = self.add_chunk_of(self.b.gep(source, [index]), sums, self.n_items)
         return sums
 
-    def chunk(self, index: ir.Value, n_vectors: int, n_lanes: int) -> None:
-        """Make ``n_vectors * n_lanes`` elements from *index* on out of any number of inputs."""
+    def chunk(self, index: ir.Value, n_vectors: int, n_items: int) -> None:
+        """Make ``n_vectors * n_items`` elements from *index* on out of any number of inputs."""
         b = self.b
-        start = [self.element.identity(n_lanes)] * n_vectors
+        start = [self.element.identity(n_items)] * n_vectors
         before, local, everything = self.ends
-        total = self.add_inputs(start, I64(0), b.select(self.two_level, before, everything), index, n_lanes)
+        total = self.add_inputs(start, I64(0), b.select(self.two_level, before, everything), index, n_items)
         one_level, in_block = total, b.block
         with b.if_then(self.two_level):
-            part = self.add_inputs(start, before, local, index, n_lanes)
-            total = self.add_part(total, part, n_lanes)
-            total = self.add_inputs(total, local, everything, index, n_lanes)
+            part = self.add_inputs(start, before, local, index, n_items)
+            total = self.add_part(total, part, n_items)
+            total = self.add_inputs(total, local, everything, index, n_items)
             out_block = b.block
-        self.finish_chunk(self.merge((one_level, in_block), (total, out_block)), index, n_lanes)
+        self.finish_chunk(self.merge((one_level, in_block), (total, out_block)), index, n_items)
 
-    def add_part(self, total: list[ir.Value], part: list[ir.Value], n_lanes: int) -> list[ir.Value]:
+    def add_part(self, total: list[ir.Value], part: list[ir.Value], n_items: int) -> list[ir.Value]:
         """Add this node's own sum as the wire would carry it: rounded to the wire dtype."""
         element = self.element
-        rounded = [element.widen(element.narrow(value, n_lanes), n_lanes) for value in part]
+        rounded = [element.widen(element.narrow(value, n_items), n_items) for value in part]
         return [element.combine(value, term) for value, term in zip(total, rounded)]
 
-    def finish_chunk(self, total: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
+    def finish_chunk(self, total: list[ir.Value], index: ir.Value, n_items: int) -> None:
         """Average, round and store the sums at *index*."""
         b, element = self.b, self.element
         whole, in_block = total, b.block
         with b.if_then(self.averages):
-            quotients = [element.divide(value, self.divisor, n_lanes) for value in total]
+            quotients = [element.divide(value, self.divisor, n_items) for value in total]
             out_block = b.block
         total = self.merge((whole, in_block), (quotients, out_block))
-        self.store_chunk([element.finish(value, n_lanes) for value in total], index, n_lanes)
+        self.store_chunk([element.finish(value, n_items) for value in total], index, n_items)
 
-    def add_inputs(
-        self, start: list[ir.Value], first: ir.Value, end: ir.Value, index: ir.Value, n_lanes: int
-    ) -> list[ir.Value]:
+    def add_inputs(self, start: list[ir.Value], first: ir.Value, end: ir.Value, index: ir.Value, n_items: int
+                   ) -> list[ir.Value]:
         """Add inputs ``first .. end-1`` to *start*, in this order; return the accumulators."""
         b = self.b
         entry, done = b.block, b.append_basic_block("inputs.done")
-        bodies = [b.append_basic_block(f"inputs.{i}") for i in range(_N_UNROLLED if n_lanes > 1 else 1)]
+        bodies = [b.append_basic_block(f"inputs.{i}") for i in range(_N_UNROLLED if n_items > 1 else 1)]
         b.cbranch(b.icmp_signed("<", first, end), bodies[0], done)
         ways = [(start, entry)]
         b.position_at_end(bodies[0])
@@ -274,7 +261,7 @@ class SumLoop:
         for body, following in zip(bodies, [*bodies[1:], bodies[0]]):
             b.position_at_end(body)
             source = b.gep(b.load(b.gep(self.inputs, [next_k])), [index])
-            new = self.add_chunk_of(source, new, n_lanes)
+            new = self.add_chunk_of(source, new, n_items)
             next_k = b.add(next_k, I64(1))
             b.cbranch(b.icmp_signed("<", next_k, end), following, done)
             ways.append((new, body))
@@ -292,19 +279,19 @@ class SumLoop:
                 phi.add_incoming(value, block)
         return phis
 
-    def add_chunk_of(self, source: ir.Value, sums: list[ir.Value], n_lanes: int) -> list[ir.Value]:
+    def add_chunk_of(self, source: ir.Value, sums: list[ir.Value], n_items: int) -> list[ir.Value]:
         """Add the vectors at *source* to *sums*; return the new sums."""
-        return [self.element.combine(value, self.load(source, i, n_lanes)) for i, value in enumerate(sums)]
+        return [self.element.combine(value, self.load(source, i, n_items)) for i, value in enumerate(sums)]
 
-    def load(self, source: ir.Value, i: int, n_lanes: int) -> ir.Value:
+    def load(self, source: ir.Value, i: int, n_items: int) -> ir.Value:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""
-        pointer = self.b.gep(source, [I64(i * n_lanes)])
-        vector = element_ir.shape(self.element.wire, n_lanes)
-        if n_lanes > 1 and self.tuning.prefetch_nbytes:
+        pointer = self.b.gep(source, [I64(i * n_items)])
+        vector = element_ir.shape(self.element.wire, n_items)
+        if n_items > 1 and self.tuning.prefetch_nbytes:
             self.prefetch(pointer)
         loaded = self.b.load(self.b.bitcast(pointer, vector.as_pointer()))
         loaded.align = self.itemsize
-        return self.element.widen(loaded, n_lanes)
+        return self.element.widen(loaded, n_items)
 
     def prefetch(self, pointer: ir.Value) -> None:
         """Ask for a line some way after *pointer*, for reading; harmless beyond the end."""
@@ -315,40 +302,19 @@ class SumLoop:
         function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0i8")
         b.call(function, [ahead, I32(0), I32(self.tuning.level), I32(1)])
 
-    def store_chunk(self, values: list[ir.Value], index: ir.Value, n_lanes: int) -> None:
+    def store_chunk(self, values: list[ir.Value], index: ir.Value, n_items: int) -> None:
         """Store one chunk at element *index* of dst, past the caches if asked for."""
-        if n_lanes == 1:
-            self.store(values, index, n_lanes, streams=False)
-            return
-        with self.b.if_else(self.streams) as (then, otherwise):
-            with then:
-                self.store(values, index, n_lanes, streams=True)
-            with otherwise:
-                self.store(values, index, n_lanes, streams=False)
+        if n_items == 1:
+            self.store(values, index, n_items, streams=False)
+        else:
+            emit_both(self.b, self.streams, lambda streams: self.store(values, index, n_items, streams))
 
-    def store(self, values: list[ir.Value], index: ir.Value, n_lanes: int, streams: bool) -> None:
+    def store(self, values: list[ir.Value], index: ir.Value, n_items: int, streams: bool) -> None:
         """Store *values*; non-temporal stores rely on the 64-byte alignment that `streams` implies."""
         b = self.b
         for i, value in enumerate(values):
-            pointer = b.gep(self.dst, [b.add(index, I64(i * n_lanes))])
+            pointer = b.gep(self.dst, [b.add(index, I64(i * n_items))])
             stored = b.store(value, b.bitcast(pointer, value.type.as_pointer()))
-            stored.align = self.itemsize * (n_lanes if streams else 1)
+            stored.align = self.itemsize * (n_items if streams else 1)
             if streams:
                 stored.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
-
-    @contextmanager
-    def loop(self, start: ir.Value, end: ir.Value, step: int) -> Iterator[ir.Value]:
-        """``for index in range(start, end, step)`` around what is emitted inside the with-block."""
-        b = self.b
-        entry = b.block
-        head, body, done = (b.append_basic_block(f"elements.{word}") for word in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(I64)
-        b.cbranch(b.icmp_signed("<", index, end), body, done)
-        b.position_at_end(body)
-        yield index
-        index.add_incoming(start, entry)
-        index.add_incoming(b.add(index, I64(step)), b.block)
-        b.branch(head)
-        b.position_at_end(done)

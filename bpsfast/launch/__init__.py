@@ -1,6 +1,6 @@
 """Start and watch the processes of a job. Design: bpsfast/docs/design/launch.md, security.md.
 
-    roles             who this process is, from the variables of `environments`, `slurm` or a store (`rendezvous`)
+    roles             the role of this process, from the variables of `environments`, `slurm` or a store (`rendezvous`)
     daemons           scheduler and node, as a rank or a command starts them
     local_job         `bpsfast run` on this machine, by the `supervisor` of `processes`
     ssh_job           the same on other hosts: `remote_hosts`, and `remote_agent` there

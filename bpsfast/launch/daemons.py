@@ -29,6 +29,7 @@ from ..base import logs, process_identity
 from ..base.addresses import is_loopback
 from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.job_key import job_key
+from ..base.resources import is_ready
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
 from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
@@ -42,8 +43,7 @@ ROLE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
 ROLE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL",
-    "PS_HEARTBEAT_TIMEOUT",
-})
+    "PS_HEARTBEAT_TIMEOUT"})
 
 _STARTER_GRACE_S = 5.0
 #: Interval of the log line of a process that waits for other ranks.
@@ -229,8 +229,7 @@ def _start(command: str, settings: Settings) -> subprocess.Popen:
             return subprocess.Popen(
                 [sys.executable, "-m", "bpsfast", command, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
                 env=environ | environment(settings) | {"PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
-            )
+                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     finally:
         os.close(starter_fd)
 
@@ -261,8 +260,7 @@ def run_scheduler(settings: Settings) -> int:
         fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
-        awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
-    )
+        awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round)
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
@@ -280,9 +278,7 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
     grace_s = settings.lease_s + _STARTER_GRACE_S
 
     def wait_and_end() -> None:
-        poll = select.poll()
-        poll.register(starter_fd, select.POLLIN)
-        poll.poll()
+        is_ready(starter_fd, None)
         time.sleep(grace_s)
         _log.error("the process that started me ended %g s ago and the job is still not over: ending", grace_s)
         os.kill(os.getpid(), signal.SIGTERM)

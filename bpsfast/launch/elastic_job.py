@@ -22,7 +22,6 @@ from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
 from ..orchestration.elastic.protocol import Add, Added, Hello
 from ..orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, StallError
-from ..orchestration.wake_up import WakeUp
 from .daemons import clean_environment
 from .elastic_service import ElasticService, WorkerPool, worker
 from .local_job import JobShape, check_program
@@ -100,22 +99,18 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
         raise ConfigError(f"{control} is no file that `bpsfast run --elastic --control` has made and whose job still "
                           f"runs: {exc}") from exc
     host, port = parse_address(found.coordinator, str(control))
-    line = protocol.connect(host, port, elastic_key(security.job_key(found.job_key, "")))
+    channel = protocol.connect(host, port, elastic_key(security.job_key(found.job_key, "")))
     me = -1 - secrets.randbits(31)  # workers have numbers from 0 on
-    quiet = WakeUp()
-    try:
-        line.tell(Hello(rank=me))
-        line.tell(Add(member=me, count=count))
+    with contextlib.closing(channel):
+        channel.tell(Hello(rank=me))
+        channel.tell(Add(member=me, count=count))
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0.0:
-            line.wait(quiet.fileno(), left_s)
-            for message in line.recv_nowait():
+            channel.wait(None, left_s)
+            for message in channel.recv_nowait():
                 if isinstance(message, Added):
                     return message
-    finally:
-        line.close()
-        quiet.close()
-    raise (StallError if line.is_connected else PeerLostError)(
+    raise (StallError if channel.is_connected else PeerLostError)(
         f"the job of {control} has not answered at {found.coordinator} within {timeout_s:g} s")
 
 

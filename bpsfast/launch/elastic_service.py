@@ -1,8 +1,8 @@
-"""The service of an elastic job, a thread of the launcher: receives from workers, decides by its coordinator, answers.
+"""The service of an elastic job, a thread of the launcher: answers workers, as its coordinator decides.
 
 The launcher's main thread owns the processes, so the service *orders* what concerns them: start a worker, kill a
-worker, end the job. The main thread polls `ElasticService.fileno`, takes `orders`, and reports what became of its
-processes. `WorkerPool` is what the supervisor needs of both.
+worker, end the job. The main thread polls `ElasticService.fileno`, carries out `orders`, and reports how its processes
+end. The supervisor uses both through `WorkerPool`.
 """
 from __future__ import annotations
 
@@ -20,21 +20,6 @@ from ..base.addresses import format_address
 from ..base.job_key import elastic_key
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
-from ..orchestration.elastic.protocol import (
-    Add,
-    Added,
-    Come,
-    Done,
-    Formed,
-    Newcomers,
-    Over,
-    Put,
-    Refused,
-    Value,
-    Void,
-    Wait,
-    Want,
-)
 from ..orchestration.errors import ProtocolError
 from ..orchestration.wake_up import WakeUp
 from .processes import Command, Process
@@ -76,12 +61,7 @@ Order = ReplaceWorker | StartWorkers | KillWorker | StopJob
 class ElasticService:
     """Listens from construction on; `start` begins to answer, `close` ends the thread. Called by the main thread only.
 
-    Parameters
-    ----------
-    members
-        The first workers, by rank.
-    key, host
-        The job's key, and the address of this machine that workers can reach.
+    *members* are the first workers, by rank, *key* is the job's key, *host* an address of this machine for workers.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str) -> None:
@@ -112,12 +92,9 @@ class ElasticService:
         return self._ordered.fileno()
 
     def orders(self) -> list[Order]:
-        """Return what is to be done, in order."""
+        """Return the orders since the last call, oldest first."""
         self._ordered.clear()
-        found = []
-        while self._orders:
-            found.append(self._orders.popleft())
-        return found
+        return [self._orders.popleft() for _ in range(len(self._orders))]
 
     def started(self, member: int, instead_of: int | None = None) -> None:
         """Note that *member* runs, *instead_of* a lost one if given."""
@@ -137,7 +114,7 @@ class ElasticService:
             self._alive.discard(member)
             self._asked.discard(member)
             self._coordinator.ended(member, how, time.monotonic())
-            if self._coordinator.has_seat(member):
+            if self._coordinator.holds_rank(member):
                 self._void(f"worker {member} {how}")
 
         self._run_in_thread(enter)
@@ -148,7 +125,7 @@ class ElasticService:
             self._alive.discard(member)
             self._coordinator.left(member)
             if self._coordinator.is_over:
-                self._send(Over(), self._coordinator.waiting)
+                self._send(protocol.Over(), self._coordinator.waiting)
 
         self._run_in_thread(enter)
 
@@ -165,9 +142,9 @@ class ElasticService:
         """Whether the training has ended on all ranks."""
         return self._coordinator.is_over
 
-    def has_seat(self, member: int) -> bool:
+    def holds_rank(self, member: int) -> bool:
         """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
-        return self._coordinator.has_seat(member)
+        return self._coordinator.holds_rank(member)
 
     def close(self) -> None:
         """End the thread; messages to workers are still sent, for at most a second."""
@@ -209,62 +186,62 @@ class ElasticService:
         self._decide()
         if (now_s := time.monotonic()) >= self._next_word_s and self._coordinator.waiting:
             self._next_word_s = now_s + protocol.WORD_EVERY_S
-            self._send(Wait(self._coordinator.awaited), self._coordinator.waiting)
+            self._send(protocol.Wait(self._coordinator.awaited), self._coordinator.waiting)
 
     def _handle(self, message: object) -> None:
         match message:
-            case Come():
+            case protocol.Come():
                 self._on_come(message)
-            case Done():
+            case protocol.Done():
                 self._coordinator.done()
-                self._send(Over(), self._coordinator.waiting)
-            case Put():
+                self._send(protocol.Over(), self._coordinator.waiting)
+            case protocol.Put():
                 self._on_put(message)
-            case Want():
+            case protocol.Want():
                 self._on_want(message)
-            case Add():
+            case protocol.Add():
                 self._on_add(message)
 
-    def _on_come(self, message: Come) -> None:
+    def _on_come(self, message: protocol.Come) -> None:
         coordinator, was_running = self._coordinator, self._coordinator.is_running
         coordinator.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
                     message.reason[:_REASON_LENGTH])
         if coordinator.is_over:
-            self._send(Over(), [message.member])
+            self._send(protocol.Over(), [message.member])
         elif coordinator.failure is not None:
-            self._send(Refused(*coordinator.failure), [message.member])
+            self._send(protocol.Refused(*coordinator.failure), [message.member])
         elif coordinator.is_running and coordinator.newcomers:
-            members = [seat.member for seat in coordinator.seats]
-            self._send(Newcomers(coordinator.number, len(coordinator.newcomers)), members)
+            members = [holder.member for holder in coordinator.holders]
+            self._send(protocol.Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
-    def _on_put(self, message: Put) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+    def _on_put(self, message: protocol.Put) -> None:
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         nbytes = protocol.stored_nbytes(message.key, message.value)
         before = self._store.get(message.key)
-        kept_nbytes = self._stored_nbytes - (0 if before is None else protocol.stored_nbytes(message.key, before))
-        if nbytes > protocol.MOST_VALUE_NBYTES or kept_nbytes + nbytes > protocol.MOST_STORED_NBYTES:
+        other_nbytes = self._stored_nbytes - (0 if before is None else protocol.stored_nbytes(message.key, before))
+        if nbytes > protocol.MOST_VALUE_NBYTES or other_nbytes + nbytes > protocol.MOST_STORED_NBYTES:
             _log.warning("worker %d stores %d bytes beside %d, more than the limit: ignored",
-                         message.member, nbytes, kept_nbytes)
+                         message.member, nbytes, other_nbytes)
             return
         self._store[message.key] = message.value
-        self._stored_nbytes = kept_nbytes + nbytes
-        self._send(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
+        self._stored_nbytes = other_nbytes + nbytes
+        self._send(protocol.Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
-    def _on_want(self, message: Want) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+    def _on_want(self, message: protocol.Want) -> None:
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         if message.key in self._store:
-            self._send(Value(message.job, message.key, self._store[message.key]), [message.member])
+            self._send(protocol.Value(message.job, message.key, self._store[message.key]), [message.member])
         elif len(self._wanted) < protocol.MOST_WANTED and len(message.key) <= protocol.MOST_KEY_LENGTH:
             self._wanted.setdefault(message.key, set()).add(message.member)
         else:
             _log.warning("worker %d asks for an unknown value, beside %d others: ignored",
                          message.member, len(self._wanted))
 
-    def _on_add(self, message: Add) -> None:
+    def _on_add(self, message: protocol.Add) -> None:
         most = self._coordinator.rules.max_ranks
         n_replacing = len({*self._coordinator.to_replace, *(self._asked - self._alive)})
         n_workers = len(self._alive) + self._n_starting + n_replacing
@@ -277,7 +254,7 @@ class ElasticService:
         if count:
             self._n_starting += count
             self._order(StartWorkers(count))
-        self._send(Added(count, reason), [message.member])
+        self._send(protocol.Added(count, reason), [message.member])
 
     def _decide(self) -> None:
         coordinator = self._coordinator
@@ -296,17 +273,19 @@ class ElasticService:
         self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
-            self._send(Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker), [member])
+            formed = protocol.Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker)
+            self._send(formed, [member])
 
     def _fail(self, fail: Fail) -> None:
         self._coordinator.failure = fail
-        self._send(Refused(*fail), self._coordinator.waiting)
+        self._send(protocol.Refused(*fail), self._coordinator.waiting)
         self._order(StopJob(fail.reason))
 
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
         if self._coordinator.number:
-            self._send(Void(self._coordinator.number, reason), [seat.member for seat in self._coordinator.seats])
+            members = [holder.member for holder in self._coordinator.holders]
+            self._send(protocol.Void(self._coordinator.number, reason), members)
 
     def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
         for order in orders:
@@ -337,12 +316,7 @@ def member_of(command: Command) -> int:
 class WorkerPool:
     """An elastic job's workers, for the supervisor: which ones the job can lose, what to start. Main thread only.
 
-    Parameters
-    ----------
-    workers
-        The commands of the first workers.
-    goes_on
-        Whether the job can lose workers: not if the policy is abort.
+    *workers* are the commands of the first workers. *goes_on*: whether the job can lose workers (policy not abort).
     """
 
     def __init__(self, service: ElasticService, workers: Sequence[Command], goes_on: bool) -> None:
@@ -355,15 +329,9 @@ class WorkerPool:
 
     def commands(self, order: ReplaceWorker | StartWorkers) -> list[Command]:
         """Return what *order* starts: a lost worker's program on its node, or workers on the nodes with the fewest."""
-        found = []
         if isinstance(order, ReplaceWorker):
-            found.append(self._another(self._commands[order.member]))
-            self._service.started(member_of(found[0]), order.member)
-        else:
-            for _ in range(order.n_workers):
-                found.append(self._another(self._least_used()))
-                self._service.started(member_of(found[-1]))
-        return found
+            return [self._another(self._commands[order.member], order.member)]
+        return [self._another(self._least_used()) for _ in range(order.n_workers)]
 
     def has_ended(self, process: Process) -> bool:
         """Note that *process* has ended; return whether the job goes on without it.
@@ -372,11 +340,12 @@ class WorkerPool:
         code 128 + signal. An error of the worker ends the job. After the training, the end of a worker that was not in
         the last job does not matter.
         """
-        member = member_of(process.command)
+        member, code = member_of(process.command), process.code
+        was_killed = code is not None and (code < 0 or code - 128 in signal.valid_signals())
         self._running.discard(member)
-        if process.code == 0 or self.is_superfluous(process):
+        if code == 0 or self.is_superfluous(process):
             self._service.left(member)
-        elif _was_killed(process.code) and self._goes_on and not self._service.is_over:
+        elif was_killed and self._goes_on and not self._service.is_over:
             self._service.ended(member, process.end_in_words())
         else:
             self.give_up(f"{process.command.name} {process.end_in_words()}")
@@ -385,12 +354,14 @@ class WorkerPool:
 
     def is_superfluous(self, process: Process) -> bool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
-        return self._service.is_over and not self._service.has_seat(member_of(process.command))
+        return self._service.is_over and not self._service.holds_rank(member_of(process.command))
 
-    def _another(self, like: Command) -> Command:
+    def _another(self, like: Command, instead_of: int | None = None) -> Command:
+        """Return the command of a new worker, and note that it runs."""
         member, self._next = self._next, self._next + 1
         self._commands[member] = worker(member, like, {})
         self._running.add(member)
+        self._service.started(member, instead_of)
         return self._commands[member]
 
     def _least_used(self) -> Command:
@@ -400,7 +371,3 @@ class WorkerPool:
             by_node.setdefault(command.environ.get(_NODE, ""), command)
         count = Counter(self._commands[member].environ.get(_NODE, "") for member in self._running)
         return by_node[min(by_node, key=lambda node: count[node])]
-
-
-def _was_killed(code: int | None) -> bool:
-    return code is not None and (code < 0 or code - 128 in signal.valid_signals())

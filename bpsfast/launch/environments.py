@@ -1,4 +1,4 @@
-"""Environment variables of launchers, a class each: bpsfast, torchrun, BytePS, MPI and Horovod, Kubernetes.
+"""Read a process's role from its launcher's variables, a class each: bpsfast, torchrun, BytePS, MPI, Kubernetes.
 
 Slurm, whose lists of nodes need a parser, is in `slurm`. `roles` decides between those that are present.
 """
@@ -43,18 +43,18 @@ class Explicit(Environment):
     """BPSFAST_RANK and others, set by ``bpsfast run`` or by hand. Scheduler and nodes already run."""
 
     name = "bpsfast"
-    _MARKS = ("BPSFAST_RANK", "BPSFAST_SIZE", "BPSFAST_LOCAL_RANK")
-    _NEEDED = (*_MARKS, "BPSFAST_LOCAL_SIZE", "BPSFAST_SCHEDULER")
+    _marks = ("BPSFAST_RANK", "BPSFAST_SIZE", "BPSFAST_LOCAL_RANK")
+    _needed = (*_marks, "BPSFAST_LOCAL_SIZE", "BPSFAST_SCHEDULER")
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        marks = are_set(self._MARKS, environ)
+        marks = super().marks(settings, environ)
         if marks == ["BPSFAST_SIZE"] and environ.get("JOB_COMPLETION_INDEX"):
             return []  # the size of a Kubernetes Job, which Kubernetes does not tell
         return ["rank"] if not marks and settings.rank >= 0 else marks  # given on the command line
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
         values = msgspec.structs.asdict(settings)
-        return [name for name in self._NEEDED if values[name.removeprefix("BPSFAST_").lower()] in (-1, "")]
+        return [name for name in self._needed if values[name.removeprefix("BPSFAST_").lower()] in (-1, "")]
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
         check_range("BPSFAST_RANK", settings.rank, "BPSFAST_SIZE", settings.size)
@@ -69,19 +69,17 @@ class Torchrun(Environment):
     """
 
     name = "torchrun"
-    _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    _marks = ("RANK", "LOCAL_RANK")
+    _needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     _FIELDS: ClassVar = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank",
                          "LOCAL_WORLD_SIZE": "local_size"}
 
-    def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        return are_set(("RANK", "LOCAL_RANK"), environ)
-
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
         store = () if settings.scheduler else ("MASTER_ADDR", "MASTER_PORT")
-        return are_unset((*self._NEEDED, *store), environ)
+        return are_unset((*self._needed, *store), environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        rank, size, local_rank, local_size, group = (integer(name, environ) for name in self._NEEDED)
+        rank, size, local_rank, local_size, group = (integer(name, environ) for name in self._needed)
         check_range("RANK", rank, "WORLD_SIZE", size)
         check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
         store = format_address(environ.get("MASTER_ADDR", ""), integer("MASTER_PORT", environ)) if (
@@ -105,9 +103,7 @@ class Byteps(Environment):
     """BytePS's variables, set by ``bpsfast dmlc`` (or bpslaunch), or by hand."""
 
     name = "dmlc"
-
-    def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        return are_set(("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK"), environ)
+    _marks = ("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK")
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
         needed = ["DMLC_ROLE", "DMLC_NUM_WORKER"]
@@ -171,28 +167,17 @@ class Mpi(Environment):
     address in OMPI_MCA_orte_hnp_uri or PMIX_SERVER_URI is of mpirun's machine, or the loopback, and no rank may be
     there.) MPI itself is never used.
 
-    Parameters
-    ----------
-    names
-        The variables for rank, size, local rank and local size.
-    how
-        How its user passes on a variable of ours.
+    *names* are the variables of rank, size, local rank and local size. *how*: an example of passing on a variable.
     """
 
     def __init__(self, name: str, level: int, names: tuple[str, str, str, str], how: str) -> None:
         self.name, self.level = name, level
-        self._names, self._how = names, how
-
-    def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        return are_set((self._names[0], self._names[2]), environ)
-
-    def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        return are_unset(self._names, environ)
+        self._needed, self._marks, self._how = names, (names[0], names[2]), how
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        rank, size, local_rank, local_size = (integer(name, environ) for name in self._names)
-        check_range(self._names[0], rank, self._names[1], size)
-        check_range(self._names[2], local_rank, self._names[3], local_size)
+        rank, size, local_rank, local_size = (integer(name, environ) for name in self._needed)
+        check_range(self._needed[0], rank, self._needed[1], size)
+        check_range(self._needed[2], local_rank, self._needed[3], local_size)
         scheduler = settings.scheduler
         if not scheduler and environ.get("MASTER_ADDR") and (local_size < size or settings.expects_helpers):
             port = integer("MASTER_PORT", {"MASTER_PORT": environ.get("MASTER_PORT") or _MASTER_PORT})
@@ -202,18 +187,18 @@ class Mpi(Environment):
             fields["node_id"] = node_id_or_default(settings, f"{self.name} {scheduler}")
         elif local_size < size or settings.expects_helpers:
             raise ConfigError(
-                f"rank {rank} is one of {local_size} on this machine and of {size} in the job ({self._names[3]}, "
-                f"{self._names[1]}), but {self.name} does not tell where rank 0 is: give the address of rank 0's "
+                f"rank {rank} is one of {local_size} on this machine and of {size} in the job ({self._needed[3]}, "
+                f"{self._needed[1]}), but {self.name} does not tell where rank 0 is: give the address of rank 0's "
                 f"machine and a free port, {self._how} (MASTER_ADDR, and MASTER_PORT, will do as well)")
         else:
-            launcher = _launcher_process(self._names[0], self.name)
+            launcher = _launcher_process(self._needed[0], self.name)
             fields = fields_of_local_job(settings, f"{self.name}|{launcher}", size)
             fields["node_id"] = node_id_or_default(settings, f"{self.name} {launcher}")
         return ProcessRole(launcher=self.name, role="rank", rank=rank, size=size, local_rank=local_rank,
                            local_size=local_size, **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)
 
     def repeats(self, role: ProcessRole, environ: Environ) -> bool:
-        return agrees(dict(zip(self._names, ("rank", "size", "local_rank", "local_size"))), role, environ)
+        return agrees(dict(zip(self._needed, ("rank", "size", "local_rank", "local_size"))), role, environ)
 
 
 def _launcher_process(mark: str, launcher: str) -> str:

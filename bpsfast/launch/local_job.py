@@ -68,24 +68,17 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
          master_port: int = 0) -> list[Command]:
     """Return the job's commands in the order of starting: scheduler, nodes, helpers, ranks.
 
-    Parameters
-    ----------
-    scheduler, key
-        Its address, and the job's key in hex. Both are in every environment and in no command line.
-    cluster
-        Machines to start on, named as `JobShape.machines`; None: all on this one, over loopback.
-    python
-        If given, the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added
-        to those of the hosts, and each node finds its own address.
-    master_port
-        A port that is free on rank 0's machine, where the scheduler runs unless there is a *cluster*; 0: not known yet.
+    The address of the *scheduler* and the job's *key* (hex) are in every environment and in no command line. *cluster*
+    has machines to start on, named as `JobShape.machines`; None: all on this one, over loopback. If *python* is given,
+    the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added to those of
+    the hosts, and each node finds its own address. *master_port* is free on rank 0's machine, where the scheduler runs
+    unless there is a *cluster*; 0: not known yet.
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(
         settings, scheduler=format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
         num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
-        node_index=-1,
-    )
+        node_index=-1)
     commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
     master = (cluster[shape.machines[0]].address if cluster else scheduler[0], master_port)
     ranks: list[Command] = []
@@ -101,7 +94,8 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
             variables = {**({} if python else thread_defaults(mine.size)), **base, **_torch_variables(mine, master),
                          **environment(mine)}
-            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
+            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables,
+                                 machine.via() if machine else ()))
     return commands + ranks
 
 
@@ -183,8 +177,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
     commands = [
         Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),
                 base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
-        for i in range(n_local)
-    ]
+        for i in range(n_local)]
     logs.set_identity("launcher")
     return Supervisor(commands).run()
 
@@ -200,7 +193,8 @@ def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], 
             python: str, kind: Kind = Kind.DAEMON) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
     n_restarts = N_RESTARTS if role == "scheduler" else 0  # a node's memory would be lost
-    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
+    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ,
+                   machine.via() if machine else (), n_restarts)
 
 
 def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
@@ -211,8 +205,3 @@ def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
     host, port = master
     address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if port else {}
     return {name: str(number) for name, number in found.items()} | address
-
-
-def _via(machine: Machine | None) -> tuple[str, ...]:
-    return () if machine is None else tuple(machine.via())
-

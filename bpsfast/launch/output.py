@@ -3,10 +3,10 @@
 Under ``log_format=json`` each shown line is a JSON object: log lines of bpsfast's processes as they are, others with
 the keys ts, role, its number, stream ("stdout" or "stderr") and message, a whole traceback in one.
 
-Many ranks may fail in the same way, or because one has failed. `DuplicateOutput` shows the common traceback once.
+Many ranks may fail in the same way, or because one has failed: a common traceback is shown once (`DuplicateOutput`).
 Files (``--tee-dir``) have every line as it was written, and ``log_level=INFO`` shows them all.
 
-A reader that stops (a pager, a terminal) does not stop the launcher: `OutputStream` keeps what it does not take.
+A reader that stops (a pager, a terminal) does not stop the launcher: `OutputStream` buffers what it does not take.
 """
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..base import logs
+from ..base.resources import is_ready
+from ..base.value_formats import format_cpus
 
 _TAIL_LINES = 200
-#: So many lines back, a line can still be seen on a terminal.
+#: At most this many lines back, a line is still visible on a terminal.
 _IN_SIGHT_LINES = 20
 #: A longer line is cut.
 _LINE_NBYTES = 1 << 20
-#: At most so many bytes wait for a reader; then the job waits for it.
+#: While this many bytes wait for a reader, the job waits, too.
 _PENDING_NBYTES = 1 << 20
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -52,17 +54,10 @@ class Output:
 
     Writing blocks until the reader has taken all, except within `attending`.
 
-    Parameters
-    ----------
-    out, err
-        Standard output and error by default; names are coloured on a terminal.
-    tee_dir
-        Folder for a log of each process, with both streams; None: no logs.
-    rank_dir
-        Folder for the output of each rank, named as by horovodrun: ``rank.0/stdout`` and ``rank.0/stderr``, numbers
-        padded to one width; None: no such files.
-    stamped
-        Whether each line begins with the time at which it came.
+    *out* and *err* are standard output and error by default; names are coloured on a terminal. *tee_dir* is a folder
+    for a log of each process, with both streams; None: no logs. *rank_dir* is a folder for the output of each rank,
+    named as by horovodrun: ``rank.0/stdout`` and ``rank.0/stderr``, numbers padded to one width; None: no such files.
+    *stamped*: whether each line begins with the time at which it came.
     """
 
     def __init__(self, out: BinaryIO | None = None, err: BinaryIO | None = None, tee_dir: Path | None = None,
@@ -94,12 +89,12 @@ class Output:
         if self._rank_dir is not None and rank is not None:
             folder = self._rank_dir / f"rank.{rank:0{len(str(max(0, n_ranks - 1)))}}"
             own = [[self._file(folder / stream)] for stream in ("stdout", "stderr")]
-        return (self._transcript(name, colour, self._out, [*log, *own[0]], n_kept=0),
-                self._transcript(name, colour, self._err, [*log, *own[1]], n_kept=_TAIL_LINES))
+        return (self._transcript(name, colour, self._out, [*log, *own[0]], None),
+                self._transcript(name, colour, self._err, [*log, *own[1]], StreamFilter(name, self._duplicates)))
 
     def extra_stream(self, name: str) -> Transcript:
         """Return a sink for lines of *name*, no process of the job: they go to the error stream and into no file."""
-        return self._transcript(name, _COLOURS[0], self._err, [], n_kept=_TAIL_LINES)
+        return self._transcript(name, _COLOURS[0], self._err, [], StreamFilter(name, self._duplicates))
 
     def say(self, text: str) -> None:
         """Write a line of the launcher itself."""
@@ -125,17 +120,15 @@ class Output:
         last = cause[-1].decode(errors="replace").strip() if cause else ""
         if not last:
             self.say(text)
-        elif not err.is_kept_back and self._n_lines - err.shown_at < _IN_SIGHT_LINES:
+        elif not err.has_withheld and self._n_lines - err.shown_at < _IN_SIGHT_LINES:
             self.say(f"{text}: {last}")
         else:
             self.say(f"{text}. Its last output:")
             self.quote(cause)
         err.forget()
-        if self._duplicates.kept:
-            self.say(f"{self._duplicates.names_kept()} ended because of that (their own output: --tee-dir, or "
+        if self._duplicates.withheld:
+            self.say(f"{self._duplicates.withheld_names()} ended because of that (their own output: --tee-dir, or "
                      "BPSFAST_LOG_LEVEL=INFO)")
-
-    # -- a reader that stalls --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
@@ -167,7 +160,7 @@ class Output:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many bytes wait that the processes must wait, too."""
+        """Whether the processes must wait for the readers."""
         return not self._is_hurried and self.pending_nbytes >= _PENDING_NBYTES
 
     def hurry(self) -> None:
@@ -187,27 +180,24 @@ class Output:
         if not self._is_attended:
             stream.wait()
 
-    # -- files -----------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._files.close()
 
     def _transcript(self, name: str, colour: int, stream: OutputStream, files: Sequence[BinaryIO],
-                    n_kept: int) -> Transcript:
+                    errors: StreamFilter | None) -> Transcript:
         if self._as_json:
-            spell: Callable[[list[bytes]], bytes] = _Objects(name, "stdout" if n_kept == 0 else "stderr")
+            format_lines: Callable[[list[bytes]], bytes] = _JsonLines(name, "stderr" if errors else "stdout")
         else:
-            spell = _Headed(name, colour if stream.is_terminal else None, self._stamped)
-        folder = StreamFilter(name, self._duplicates) if n_kept else None
-        return Transcript(spell, functools.partial(self._show, stream), files, n_kept, folder, lambda: self._n_lines)
+            format_lines = _PrefixedLines(name, colour if stream.is_terminal else None, self._stamped)
+        return Transcript(format_lines, functools.partial(self._show, stream), files, errors, lambda: self._n_lines)
 
     def _file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return self._files.enter_context(path.open("wb"))
 
 
-class _Headed:
+class _PrefixedLines:
     """Formats lines for showing: time, the process's name, and the line without its own copy of these."""
 
     def __init__(self, name: str, colour: int | None, stamped: bool) -> None:
@@ -219,7 +209,7 @@ class _Headed:
         return b"".join(head + logs.strip_log_prefix(line, self._name, self._stamped) + b"\n" for line in lines)
 
 
-class _Objects:
+class _JsonLines:
     """Formats lines that belong together as one JSON object."""
 
     def __init__(self, name: str, stream: str) -> None:
@@ -243,18 +233,19 @@ def _stamp() -> str:
 class Transcript:
     """One stream of one process, cut into lines. See `Output.streams`.
 
-    *spell* formats lines for *write*; *folder* decides which are shown (None: all). `tail` has the last lines of
-    standard error; `shown_at` is the number of lines of all processes (*n_lines*) when this one's last was shown.
+    *format_lines* formats lines for *write*. *errors*, for standard error only, decides which lines are shown; then
+    `tail` has the last lines. `shown_at` is the number of lines of all processes (*n_lines*) when this one's last was
+    shown.
     """
 
-    def __init__(self, spell: Callable[[list[bytes]], bytes], write: Callable[[bytes], None], files: Sequence[BinaryIO],
-                 n_kept: int, folder: StreamFilter | None, n_lines: Callable[[], int]) -> None:
-        self._spell, self._write, self._files = spell, write, files
-        self._folder, self._n_lines = folder, n_lines
+    def __init__(self, format_lines: Callable[[list[bytes]], bytes], write: Callable[[bytes], None],
+                 files: Sequence[BinaryIO], errors: StreamFilter | None, n_lines: Callable[[], int]) -> None:
+        self._format_lines, self._write, self._files = format_lines, write, files
+        self._filter, self._n_lines = errors, n_lines
         self.shown_at = 0
         self._rest = bytearray()
         self._cut_at_return = False
-        self.tail: deque[bytes] = deque(maxlen=n_kept)
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES if errors else 0)
 
     def feed(self, data: bytes) -> None:
         """Show the lines that *data* completes; cut one that grows too long."""
@@ -278,23 +269,23 @@ class Transcript:
         rest = bytes(self._rest)
         self._rest.clear()
         self._show([rest] if rest else [])
-        if self._folder is not None:
-            self._spell_out(self._folder.finish())
+        if self._filter is not None:
+            self._write_groups(self._filter.finish())
 
     @property
-    def is_kept_back(self) -> bool:
+    def has_withheld(self) -> bool:
         """Whether lines that blame another process have not been shown."""
-        return self._folder is not None and self._folder.keeps
+        return self._filter is not None and self._filter.has_withheld
 
     def release(self) -> None:
         """Show these lines, as the job goes on without the process."""
-        if self._folder is not None:
-            self._spell_out(self._folder.release())
+        if self._filter is not None:
+            self._write_groups(self._filter.release())
 
     def forget(self) -> None:
         """Drop these lines."""
-        if self._folder is not None:
-            self._folder.release()
+        if self._filter is not None:
+            self._filter.release()
 
     def _show(self, lines: Sequence[bytes]) -> None:
         if not lines:
@@ -303,11 +294,11 @@ class Transcript:
         for file in self._files:
             file.write(b"".join(line + b"\n" for line in lines))
             file.flush()
-        self._spell_out([[line] for line in lines] if self._folder is None else self._folder.take(lines))
+        self._write_groups([[line] for line in lines] if self._filter is None else self._filter.take(lines))
 
-    def _spell_out(self, groups: list[list[bytes]]) -> None:
+    def _write_groups(self, groups: list[list[bytes]]) -> None:
         if groups:
-            self._write(b"".join(map(self._spell, groups)))
+            self._write(b"".join(map(self._format_lines, groups)))
             self.shown_at = self._n_lines()
 
 
@@ -331,7 +322,7 @@ class DuplicateOutput:
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
-        self.kept: dict[str, list[bytes]] = {}  # lines that blame another process, by process name
+        self.withheld: dict[str, list[bytes]] = {}  # lines that blame another process, by process name
         self._known: dict[bytes, str] = {}
 
     def first_with(self, name: str, block: Iterable[bytes]) -> str:
@@ -343,27 +334,27 @@ class DuplicateOutput:
             self._known.setdefault(key, name)
         return self._known.get(key, name)
 
-    def names_kept(self) -> str:
+    def withheld_names(self) -> str:
         """Return the processes whose lines were not shown: "nodes 0, 1, ranks 0-2, 4"."""
         numbers: dict[str, list[int]] = {}
         others: list[str] = []
-        for name in self.kept:
+        for name in self.withheld:
             kind, _, number = name.rpartition(" ")
             if number.isdecimal() and kind:
                 numbers.setdefault(kind, []).append(int(number))
             else:
                 others.append(name)
-        return ", ".join([*others, *(f"{kind}{'s' if len(found) > 1 else ''} {_spans(found)}"
+        return ", ".join([*others, *(f"{kind}{'s' if len(found) > 1 else ''} {format_cpus(found).replace(',', ', ')}"
                                      for kind, found in sorted(numbers.items()))])
 
 
 class StreamFilter:
     """Decides which lines of the process *name* are shown, whole tracebacks at a time."""
 
-    def __init__(self, name: str, folding: DuplicateOutput) -> None:
-        self._name, self._duplicates = name, folding
+    def __init__(self, name: str, duplicates: DuplicateOutput) -> None:
+        self._name, self._duplicates = name, duplicates
         self._block: list[bytes] = []
-        self._is_folded = False
+        self._is_duplicate = False
 
     def take(self, lines: Iterable[bytes]) -> list[list[bytes]]:
         """Return the groups of lines to show now: single lines, and whole tracebacks."""
@@ -378,9 +369,9 @@ class StreamFilter:
             elif line.startswith(TRACEBACK):
                 self._block = [line]
             elif self._duplicates.wanted and _CONSEQUENCE.match(line):
-                self._duplicates.kept.setdefault(self._name, []).append(line)
-            elif not self._is_folded or (line.strip() and not line.endswith(CHAINED)):
-                self._is_folded = False
+                self._duplicates.withheld.setdefault(self._name, []).append(line)
+            elif not self._is_duplicate or (line.strip() and not line.endswith(CHAINED)):
+                self._is_duplicate = False
                 found.append([line])
         return found
 
@@ -390,40 +381,29 @@ class StreamFilter:
         return [block] if block else []
 
     @property
-    def keeps(self) -> bool:
+    def has_withheld(self) -> bool:
         """Whether lines were not shown."""
-        return self._name in self._duplicates.kept
+        return self._name in self._duplicates.withheld
 
     def release(self) -> list[list[bytes]]:
         """Return, and forget, the lines that were not shown."""
-        return [[line] for line in self._duplicates.kept.pop(self._name, [])]
+        return [[line] for line in self._duplicates.withheld.pop(self._name, [])]
 
     def _settle(self) -> list[list[bytes]]:
         block, self._block = self._block, []
         if self._duplicates.wanted and _STOPPED.match(block[-1]):
-            self._duplicates.kept.setdefault(self._name, []).extend(block)
-            self._is_folded = True
+            self._duplicates.withheld.setdefault(self._name, []).extend(block)
+            self._is_duplicate = True
             return []
         first = self._duplicates.first_with(self._name, block) if self._duplicates.wanted else self._name
-        self._is_folded = first != self._name
-        if not self._is_folded:
+        self._is_duplicate = first != self._name
+        if not self._is_duplicate:
             return [block]
         kind = block[-1].partition(b":")[0]
         return [[f"the traceback of {first}, too: ".encode() + kind]]
 
 
-def _spans(numbers: Iterable[int]) -> str:
-    """Return "0-2, 4" for 4, 0, 1, 2."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
-#: A writable pipe takes so many bytes at once (POSIX), in blocking mode too.
+#: A writable pipe takes this many bytes without blocking (POSIX), in blocking mode, too.
 _AT_ONCE_NBYTES = select.PIPE_BUF
 
 
@@ -487,9 +467,7 @@ class OutputStream:
 
     def _can_be_written(self, timeout_s: float | None) -> bool:
         assert self.fd is not None, "a file leaves nothing"
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+        return is_ready(self.fd, timeout_s, select.POLLOUT)
 
 
 def is_one(out: BinaryIO, err: BinaryIO) -> bool:

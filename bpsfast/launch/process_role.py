@@ -1,4 +1,4 @@
-"""`ProcessRole`, the place of a process in its job, and `Environment`, which reads it from a launcher's variables."""
+"""`ProcessRole`: which rank of which machine a process is. `Environment`: reads that from a launcher's variables."""
 from __future__ import annotations
 
 import secrets
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..base.addresses import format_address
+from ..base.byteps_variables import whole_number
 from ..base.job_key import default_node_id, given_key, job_key, local_key
 from ..base.settings import Settings, parse_address
 from ..orchestration.errors import ConfigError
@@ -51,8 +52,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             settings, rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size,
             node_id=self.node_id, node_index=self.node_index, num_nodes=self.num_nodes, num_helpers=self.num_helpers,
-            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex(),
-        )
+            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex())
 
 
 class Environment:
@@ -60,14 +60,16 @@ class Environment:
 
     name: str
     level = 0
+    _marks: Sequence[str] = ()
+    _needed: Sequence[str] = ()
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
         """Return the variables that show the launcher's presence; none if it is absent."""
-        raise NotImplementedError
+        return are_set(self._marks, environ)
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
         """Return the variables that the launcher must set and has not set."""
-        raise NotImplementedError
+        return are_unset(self._needed, environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
         """Return the role that the variables describe, if none is missing."""
@@ -107,8 +109,7 @@ def fields_of_job(settings: Settings, scheduler: str) -> dict[str, Any]:
     return {
         "scheduler": parse_address(scheduler, "BPSFAST_SCHEDULER"), "job_key": job_key(settings, scheduler),
         "node_id": default_node_id(settings, scheduler), "node_index": settings.node_index,
-        "num_nodes": settings.num_nodes, "num_helpers": settings.num_helpers, "num_servers": settings.num_servers,
-    }
+        "num_nodes": settings.num_nodes, "num_helpers": settings.num_helpers, "num_servers": settings.num_servers}
 
 
 def fields_of_local_job(settings: Settings, common: str, size: int) -> dict[str, Any]:
@@ -118,8 +119,7 @@ def fields_of_local_job(settings: Settings, common: str, size: int) -> dict[str,
     """
     key = local_key(settings, common) if size > 1 or given_key(settings) else secrets.token_bytes(32)
     return {
-        "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
-    }
+        "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1}
 
 
 def check_range(name: str, value: int, limit_name: str, limit: int) -> None:
@@ -130,7 +130,4 @@ def check_range(name: str, value: int, limit_name: str, limit: int) -> None:
 
 def integer(name: str, environ: Environ) -> int:
     """Return the whole number in the variable *name*; raise `ConfigError` if it is none."""
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(f"{name} = {environ[name]!r} is no whole number") from None
+    return whole_number(name, environ[name])

@@ -1,4 +1,4 @@
-"""Processes of a job: commands, where they run (`ProcessHost`), and those on this machine (`LocalProcesses`)."""
+"""Start and watch a job's processes: commands, hosts of processes (`ProcessHost`), this machine (`LocalProcesses`)."""
 from __future__ import annotations
 
 import contextlib
@@ -6,7 +6,6 @@ import enum
 import fcntl
 import functools
 import os
-import select
 import selectors
 import signal
 import socket
@@ -22,10 +21,11 @@ import msgspec
 
 from ..base import process_identity
 from ..base.end_reports import Reports
+from ..base.resources import is_ready
 from .daemons import clean_environment, describe_exit, tie_to_parent
 from .output import Sink
 
-#: How long a process may take to end after SIGKILL. Then it is given up: it is another user's, or waits in the kernel.
+#: How long to wait for a process after SIGKILL. One that lives longer is another user's, or waits in the kernel.
 AFTER_SIGKILL_S = 5.0
 #: How often a killed `orphan_reaper` is replaced.
 _N_REAPERS = 10
@@ -54,21 +54,23 @@ class Command(msgspec.Struct, frozen=True):
     n_restarts: int = 0
 
 
-class Process(Protocol):
+class Process:
     """One process of a job, on any host. `code` is as `Popen.returncode`, None until its end at `ended_s`
     (`time.monotonic`). `is_lost`: its host is lost, so its end is not known.
     """
 
-    command: Command
-    code: int | None
-    ended_s: float
-    is_lost: bool
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.code: int | None = None
+        self.ended_s = 0.0
+        self.is_lost = False
 
     def signal_all(self, number: int) -> None:
         """Send signal *number* to the process and all that it started, except what has left its session."""
 
     def end_in_words(self) -> str:
         """Return how it ended: "ended with exit code 3"."""
+        return describe_exit(self.code or 0)
 
 
 class EndReport(NamedTuple):
@@ -86,13 +88,12 @@ class ProcessHost(Protocol):
     `lost`: why the host is lost, "" if it is not. `is_silent`: whether it may be lost, as it sends less than it should.
     """
 
-    @property
-    def lost(self) -> str:
-        """See the class."""
+    lost: str = ""
 
     @property
     def is_silent(self) -> bool:
         """See the class."""
+        return False
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """Register events with *selector* from now on."""
@@ -102,6 +103,7 @@ class ProcessHost(Protocol):
 
     def tick(self, now_s: float) -> tuple[float, Sequence[Process]]:
         """Do what is due; return when to call again (`time.monotonic`), and the processes that have ended."""
+        return float("inf"), ()
 
     def drain(self) -> None:
         """Pass on the output that is still in pipes; all processes have ended."""
@@ -116,18 +118,14 @@ class ProcessHost(Protocol):
         """Kill all that is left, wait for that, and release everything. Idempotent."""
 
 
-class LocalProcess:
+class LocalProcess(Process):
     """One process on this machine, and its two pipes. Raises `OSError` if it cannot be started."""
 
     def __init__(self, command: Command) -> None:
-        self.command = command
-        self.code: int | None = None
-        self.ended_s = 0.0
-        self.is_lost = False
+        super().__init__(command)
         self.process = subprocess.Popen(
             [*command.via, *tie_to_parent(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
         try:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:  # no descriptor is left
@@ -140,12 +138,9 @@ class LocalProcess:
         """See `Process`. Processes that now belong to another user are skipped."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-        for pid in _others_in_session(self.process.pid):
+        for pid in _others_in_session(self.process.pid):  # listed after that: a process may leave the group meanwhile
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-
-    def end_in_words(self) -> str:
-        return describe_exit(self.code or 0)
 
     def exit_code(self) -> int:
         """Return the code of the ended process, as `Popen.returncode`, and leave it a zombie until `close`.
@@ -160,9 +155,7 @@ class LocalProcess:
     def close(self, until_s: float) -> None:
         """Kill what is left of the session, reap it, close descriptors. Gives up what still runs at *until_s*."""
         self.signal_all(signal.SIGKILL)
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        if poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+        if is_ready(self.pidfd, until_s - time.monotonic()):
             self.process.poll()
         if self.process.returncode is None:
             self.process.returncode = -signal.SIGKILL  # else `subprocess` warns, and waits for it later
@@ -205,15 +198,12 @@ class Pipe:
         self._sink.finish()
 
 
-class LocalProcesses:
+class LocalProcesses(ProcessHost):
     """This machine as a `ProcessHost`. Main thread only: processes die with the thread that started them
     (`die_with_parent`).
 
     An `orphan_reaper`, which runs from `open` until `close`, ends what they start if this process dies.
     """
-
-    lost = ""
-    is_silent = False
 
     def __init__(self) -> None:
         self._selector: selectors.BaseSelector | None = None
@@ -258,9 +248,6 @@ class LocalProcesses:
             self._listen(pipe.source, functools.partial(self._forward, child, pipe))
         self._listen(child.pidfd, functools.partial(self._reap, child))
         return child
-
-    def tick(self, now_s: float) -> tuple[float, Sequence[LocalProcess]]:
-        return float("inf"), ()
 
     def drain(self) -> None:
         """See `ProcessHost`; grandchildren may go on writing."""
@@ -366,12 +353,9 @@ class _ReaperProcess:
 
 def _others_in_session(session: int) -> list[int]:
     """Return the processes of *session* that have left its leader's group, as ``timeout`` does."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and (fields := process_identity.stat(int(name))) and fields[0] not in "ZX":
-            if fields[3] == str(session) != fields[2]:
-                found.append(int(name))
-    return found
+    return [int(name) for name in os.listdir("/proc")
+            if name.isdecimal() and (fields := process_identity.stat(int(name))) and fields[0] not in "ZX"
+            and fields[3] == str(session) != fields[2]]
 
 
 class SignalEvents:

@@ -1,8 +1,8 @@
-"""The agent: starts and watches processes on a host for a launcher elsewhere, over ssh's two pipes (``bpsfast agent``).
+"""``bpsfast agent``: starts and watches processes on a host for a launcher elsewhere, over ssh's two pipes.
 
-It passes on what the processes print, and reports their ends. It never outlives the launcher: when its standard input
-ends, when it has received nothing for `SILENCE_S` (a cable is out; the launcher sends `Alive` meanwhile), or by a
-signal, it ends all that it has started, first by SIGTERM. If it is killed itself, the kernel does that
+It passes on what the processes print, and reports their ends. It never outlives the launcher: it ends all that it has
+started, first by SIGTERM, when its standard input ends, when it has received nothing for `SILENCE_S` (a cable is out;
+the launcher sends `Alive` at intervals), or by a signal. If it is killed itself, the kernel ends them
 (`die_with_parent`).
 """
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import os
 import platform
 import secrets
-import select
 import selectors
 import signal
 import socket
@@ -27,6 +26,7 @@ import psutil
 
 from .._version import __version__
 from ..base.exit_codes import NOT_EXECUTABLE
+from ..base.resources import is_ready
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import resolve
 from . import remote_protocol as messages
@@ -34,7 +34,7 @@ from .daemons import clean_environment, reserve_master_port, reserve_port
 from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, SignalEvents, set_watched, thread_defaults
 from .remote_protocol import PipeConnection
 
-#: Silence after which the launcher counts as gone; it, or the connection, may be stopped for so long.
+#: Silence after which the launcher counts as gone: it, or the connection, may be stopped for some time.
 SILENCE_S = 60.0
 PULSE_S = 5.0
 _AFTER_SIGTERM_S = 1.5
@@ -43,17 +43,17 @@ _REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
 #: Interval at which an agent that tries its own listener answers it.
 _GREET_S = 0.02
-#: At most so much output waits for the launcher; then the job waits, too.
+#: While this much output waits for the launcher, the job waits, too.
 _WAITING_NBYTES = 1 << 20
 
 
 class Agent:
     """One agent, with its connection to the launcher. Main thread only."""
 
-    def __init__(self, line: PipeConnection) -> None:
-        self._line = line
+    def __init__(self, connection: PipeConnection) -> None:
+        self._connection = connection
         self._selector = selectors.DefaultSelector()
-        # separate, to be left alone while too much output waits for the launcher
+        # separate, as it is not watched while too much output waits for the launcher
         self._outputs = selectors.DefaultSelector()
         self._children = LocalProcesses()
         self._by_number: dict[int, LocalProcess] = {}
@@ -65,17 +65,16 @@ class Agent:
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
             messages.StopListening: self._stop_listening, messages.Reserve: self._reserve, messages.Start: self._start,
-            messages.Signal: self._signal, messages.Alive: lambda message: None,
-        }
+            messages.Signal: self._signal, messages.Alive: lambda message: None}
 
     def run(self) -> None:
         """Serve until the launcher is done or gone, then end all processes."""
         with SignalEvents() as signals, self._selector, self._outputs, self._resources:
             self._selector.register(signals, selectors.EVENT_READ, self._end)
-            self._selector.register(self._line.source, selectors.EVENT_READ, self._receive)
+            self._selector.register(self._connection.source, selectors.EVENT_READ, self._receive)
             self._children.open(self._outputs)
             try:
-                self._line.mark()
+                self._connection.mark()
                 self._send(messages.Here(messages.VERSION, __version__, platform.python_version(), addresses()))
                 while not self._is_over:
                     self._step()
@@ -83,12 +82,10 @@ class Agent:
                 self._is_over = True
                 self._end_children()
 
-    # -- requests of the launcher ----------------------------------------------------------------------------------
-
     def _receive(self) -> None:
         self._last_received_s = time.monotonic()
         try:
-            for message in self._line.receive():
+            for message in self._connection.receive():
                 self._handlers[type(message)](message)
         except EOFError:
             self._end()
@@ -124,7 +121,7 @@ class Agent:
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # this agent may have to answer
             answer = pool.submit(reached, asked)
             while not answer.done():
-                if select.select([self._listener], [], [], _GREET_S)[0]:
+                if is_ready(self._listener, _GREET_S):
                     self._selector.get_key(self._listener).data()
             self._send(messages.Reached(answer.result()))
 
@@ -153,19 +150,17 @@ class Agent:
         if (child := self._by_number.get(asked.number)) is not None:
             child.signal_all(asked.signal)
 
-    # -- the loop --------------------------------------------------------------------------------------------------
-
     def _step(self) -> None:
         now = time.monotonic()
         silent_s = self._last_received_s + SILENCE_S
-        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else this process has not read
+        if now >= silent_s and not is_ready(self._connection.source, 0.0):  # else this process has not read
             self._end()
             return
         if now >= self._pulse_s:
             self._pulse_s = now + PULSE_S
             self._send(messages.Alive())
-        waiting_nbytes = self._line.pending_nbytes
-        set_watched(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        waiting_nbytes = self._connection.pending_nbytes
+        set_watched(self._selector, self._connection.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
         set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._pass_on,
                     waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
@@ -176,13 +171,9 @@ class Agent:
         for key, _ in self._outputs.select(0):
             for child in key.data():
                 self._children.drain_one(child)
-                self._pass_on_reports()
+                for reporter, word, time_s in self._children.reports():
+                    self._send(messages.Reported(self._number_of(reporter), word, time.monotonic() - time_s))
                 self._send(messages.Ended(self._number_of(child), child.code))
-
-    def _pass_on_reports(self) -> None:
-        now_s = time.monotonic()
-        for child, word, time_s in self._children.reports():
-            self._send(messages.Reported(self._number_of(child), word, now_s - time_s))
 
     def _number_of(self, child: Process) -> int:
         return next(number for number, each in self._by_number.items() if each is child)
@@ -190,13 +181,13 @@ class Agent:
     def _send(self, message: Any) -> None:
         if not self._is_over:
             try:
-                self._line.send(message)
+                self._connection.send(message)
             except OSError:  # the launcher has closed the pipe
                 self._end()
 
     def _flush(self) -> None:
         try:
-            self._line.flush()
+            self._connection.flush()
         except OSError:
             self._end()
 
@@ -245,7 +236,7 @@ def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_rank
     this is no rank) gets its share of the cores, unless the variables are set.
     """
     found = clean_environment(environ)
-    found.pop("PYTHONSAFEPATH", None)  # it is for the agent; a program may import what is beside it
+    found.pop("PYTHONSAFEPATH", None)  # set for the agent; programs import from their own folder
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     return {**(thread_defaults(n_ranks) if n_ranks else {}), **found, **variables}
 

@@ -1,4 +1,4 @@
-"""The other hosts of a job, as the launcher sees them: an ssh to each, an agent behind it, and its processes.
+"""The launcher's side of a job on other hosts: an ssh to each, an agent behind it, and its processes.
 
 All hosts are connected and checked (`RemoteHosts`) before a process is started on any of them (`RemoteHost`).
 """
@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import os
-import select
 import selectors
 import signal
 import subprocess
@@ -19,12 +18,13 @@ from typing import Any
 
 from .._version import __version__
 from ..base.exit_codes import LOST_HOST
+from ..base.resources import Closing, is_ready
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError, StallError
 from . import remote_protocol as messages, ssh as ssh_
-from .daemons import describe_exit, tie_to_parent
+from .daemons import tie_to_parent
 from .host_list import Host
 from .output import Output, Sink
-from .processes import AFTER_SIGKILL_S, Command, EndReport, set_watched
+from .processes import AFTER_SIGKILL_S, Command, EndReport, Process, ProcessHost, set_watched
 from .remote_agent import PULSE_S, reached
 from .remote_protocol import PipeConnection
 from .ssh import Ssh
@@ -35,7 +35,7 @@ _ANSWER_TIMEOUT_S = 30.0
 _LOOPBACK = "127.0.0.1"
 
 
-class RemoteHosts:
+class RemoteHosts(Closing):
     """An agent on each of *hosts*, from `connect` until `close`. A context manager; main thread only."""
 
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, output: Output) -> None:
@@ -53,12 +53,6 @@ class RemoteHosts:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> RemoteHosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def connect(self) -> None:
         """Wait until every host has an agent of this version in the working directory.
@@ -153,9 +147,9 @@ class RemoteHosts:
         failed: dict[RemoteHost, BpsError] = {}
         with selectors.DefaultSelector() as selector:
             for host in hosts:
-                selector.register(host.line.source, selectors.EVENT_READ, functools.partial(_receive, host, failed))
-                selector.register(host.complaints, selectors.EVENT_READ,
-                                  functools.partial(_receive_complaint, host, selector))
+                selector.register(host.connection.source, selectors.EVENT_READ,
+                                  functools.partial(_receive, host, failed))
+                selector.register(host.stderr, selectors.EVENT_READ, functools.partial(host.on_errors, selector))
             while waiting := [host for host in hosts if host not in failed and not is_done(host)]:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -165,7 +159,7 @@ class RemoteHosts:
                     key.data()
                 for host in failed:
                     with contextlib.suppress(KeyError):
-                        selector.unregister(host.line.source)
+                        selector.unregister(host.connection.source)
         if failed:
             raise _together([failed[host] for host in hosts if host in failed], len(self.hosts))
 
@@ -175,11 +169,6 @@ def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:
         host.receive()
     except BpsError as exc:
         failed[host] = exc
-
-
-def _receive_complaint(host: RemoteHost, selector: selectors.BaseSelector) -> None:
-    if not host.read_complaint():
-        selector.unregister(host.complaints)
 
 
 def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
@@ -192,22 +181,19 @@ def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
     return kind(f"{len(errors)} of {n_hosts} hosts cannot be used:{lines}")
 
 
-#: A host that has sent nothing for so long counts as lost.
+#: A host that has sent nothing for this time counts as lost.
 SILENCE_S = 30.0
-#: How long an agent may take to end its processes after its line was closed.
+#: How long an agent may take to end its processes after its connection was closed.
 _END_S = 6.0
 #: How long an ssh whose output has ended may take to end, and the interval of checks.
 _SSH_END_S, _LOOK_S = 2.0, 0.02
 
 
-class RemoteProcess:
+class RemoteProcess(Process):
     """A `processes.Process` on another host."""
 
     def __init__(self, host: RemoteHost, number: int, command: Command, out: Sink, err: Sink) -> None:
-        self.command = command
-        self.code: int | None = None
-        self.ended_s = 0.0
-        self.is_lost = False
+        super().__init__(command)
         self.streams = (out, err)
         self._host, self._number = host, number
 
@@ -215,19 +201,15 @@ class RemoteProcess:
         self._host.send(messages.Signal(self._number, number))
 
     def end_in_words(self) -> str:
-        return self._host.lost if self.is_lost else describe_exit(self.code or 0)
-
-    def lose(self) -> None:
-        """Mark it as ended: its host is lost."""
-        self.code, self.is_lost, self.ended_s = LOST_HOST, True, time.monotonic()
+        return self._host.lost if self.is_lost else super().end_in_words()
 
 
-class RemoteHost:
+class RemoteHost(ProcessHost):
     """A `processes.ProcessHost` by ssh. Created in the main thread, as ssh dies with the thread that started it; owner
     thread only.
 
     `agent` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
-    `open`, the owner calls `receive` when `line.source` is readable, and `read_complaint` when `complaints` is.
+    `open`, the owner calls `receive` when `connection.source` is readable, and `on_errors` when `stderr` is.
     """
 
     def __init__(self, host: Host, ssh: Ssh, output: Output) -> None:
@@ -242,16 +224,16 @@ class RemoteHost:
         self._n_ranks = host.slots
         self._selector: selectors.BaseSelector | None = None
         self._early_lines: list[str] = []  # by ssh and login scripts, before the agent
-        self._complaints = output.extra_stream(host.name)
+        self._errors = output.extra_stream(host.name)
         self._process = subprocess.Popen(
             tie_to_parent(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._stdin, self.complaints = self._process.stdin, self._process.stderr
+        self._stdin, self.stderr = self._process.stdin, self._process.stderr
         self._stdout = self._process.stdout
-        os.set_blocking(self.complaints.fileno(), False)
-        self.line = PipeConnection(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
+        os.set_blocking(self.stderr.fileno(), False)
+        self.connection = PipeConnection(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent,
+                                         after_mark=True)
         self._sending = threading.Lock()
         self._last_received_s = time.monotonic()
         self._closing_since_s: float | None = None
@@ -261,25 +243,29 @@ class RemoteHost:
         """Whether the agent, which sends `Alive` every `PULSE_S`, has sent nothing for much longer."""
         return not self.lost and time.monotonic() - self._last_received_s > 2 * PULSE_S
 
-    # -- before the job --------------------------------------------------------------------------------------------
-
     def send(self, message: Any) -> None:
         """Send *message*, from any thread. The loss of the host shows when receiving."""
         with self._sending, contextlib.suppress(OSError):
             if not self._stdin.closed:
-                self.line.send(message)
+                self.connection.send(message)
 
-    def read_complaint(self) -> bool:
+    def read_errors(self) -> bool:
         """Read from the error output of ssh and the agent; return whether there may be more, now or later."""
         try:
-            return self._take_complaint()
+            return self._take_errors()
         except BlockingIOError:
             return True
 
-    def _take_complaint(self) -> bool:
-        data = os.read(self.complaints.fileno(), 65536)
+    def on_errors(self, selector: selectors.BaseSelector) -> Sequence[RemoteProcess]:
+        """Read from `stderr`, which is readable; unregister it from *selector* at its end."""
+        if not self.read_errors():
+            selector.unregister(self.stderr)
+        return ()
+
+    def _take_errors(self) -> bool:
+        data = os.read(self.stderr.fileno(), 65536)
         if self.agent is not None:
-            self._complaints.feed(data)
+            self._errors.feed(data)
         else:
             self._early_lines += data.decode(errors="replace").splitlines()
         return bool(data)
@@ -290,7 +276,7 @@ class RemoteHost:
         Raises `BpsError` if there is no agent, it has another version, or it has ended; the text says why.
         """
         try:
-            received = self.line.receive()
+            received = self.connection.receive()
         except EOFError:
             raise self._why_it_ended() from None
         except ProtocolError as exc:
@@ -311,16 +297,16 @@ class RemoteHost:
         if self.agent is not None:
             return StallError(f"{self.host.name}: its agent has not answered within {timeout_s:g} s: is the host "
                               "overloaded, or its file system stuck?")
-        return self._ssh.late(self.host, timeout_s, self.line.noise)
+        return self._ssh.late(self.host, timeout_s, self.connection.noise)
 
     def _why_it_ended(self, timeout_s: float = _SSH_END_S) -> BpsError:
         code = self._wait(timeout_s)
         with contextlib.suppress(BlockingIOError):
-            while self._take_complaint():
+            while self._take_errors():
                 continue
-        self._complaints.finish()
+        self._errors.finish()
         if self.agent is not None:  # so login scripts are not the cause
-            return self._ssh.lost(self.host, code, [line.decode(errors="replace") for line in self._complaints.tail])
+            return self._ssh.lost(self.host, code, [line.decode(errors="replace") for line in self._errors.tail])
         return self._ssh.explain(self.host, code, self._early_lines)
 
     def _wait(self, timeout_s: float) -> int:
@@ -332,13 +318,11 @@ class RemoteHost:
                 self._process.kill()
         return -signal.SIGKILL
 
-    # -- as a host -------------------------------------------------------------------------------------------------
-
     def open(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._last_received_s = time.monotonic()
-        selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
-        selector.register(self.complaints, selectors.EVENT_READ, self._on_complaint)
+        selector.register(self.connection.source, selectors.EVENT_READ, self._on_messages)
+        selector.register(self.stderr, selectors.EVENT_READ, functools.partial(self.on_errors, selector))
 
     def start(self, command: Command, out: Sink, err: Sink) -> RemoteProcess:
         """See `processes.ProcessHost`; the environment of *command* is added to the host's."""
@@ -358,12 +342,12 @@ class RemoteHost:
                 return now_s + _LOOK_S, ()
             return math.inf, self._lose(str(self._why_it_ended(0.0)))
         if now_s >= self._last_received_s + SILENCE_S:
-            if not select.select([self.line.source], [], [], 0.0)[0]:
+            if not is_ready(self.connection.source, 0.0):
                 return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
             self._last_received_s = now_s  # this process has not read
         assert self._selector is not None, "opened"
-        set_watched(self._selector, self.line.target, selectors.EVENT_WRITE, self._on_target,
-                    self.line.pending_nbytes > 0)
+        set_watched(self._selector, self.connection.target, selectors.EVENT_WRITE, self._on_target,
+                    self.connection.pending_nbytes > 0)
         return self._last_received_s + SILENCE_S, ()
 
     def drain(self) -> None:
@@ -377,12 +361,12 @@ class RemoteHost:
         return found
 
     def begin_close(self) -> None:
-        """See `processes.ProcessHost`: the agent ends its processes when its line closes. Without an agent, end ssh."""
+        """See `processes.ProcessHost`: an agent ends its processes when its connection closes; without one, end ssh."""
         if self._closing_since_s is not None:
             return
         self._closing_since_s = time.monotonic()
-        if self._selector is not None and self.line.target in self._selector.get_map():
-            self._selector.unregister(self.line.target)
+        if self._selector is not None and self.connection.target in self._selector.get_map():
+            self._selector.unregister(self.connection.target)
         with self._sending:
             self._stdin.close()
         if self.agent is None:
@@ -394,29 +378,27 @@ class RemoteHost:
         deadline = self._closing_since_s + _END_S
         with selectors.DefaultSelector() as ends:
             if not self._stdout.closed:
-                for source in (self._stdout, self.complaints):
+                for source in (self._stdout, self.stderr):
                     ends.register(source, selectors.EVENT_READ)
             while ends.get_map() and (left_s := deadline - time.monotonic()) > 0:
                 for key, _ in ends.select(left_s):
-                    goes_on = self.read_complaint() if key.fileobj is self.complaints else os.read(key.fd, 65536)
+                    goes_on = self.read_errors() if key.fileobj is self.stderr else os.read(key.fd, 65536)
                     if not goes_on:
                         ends.unregister(key.fileobj)
         self._wait(max(0.1, deadline - time.monotonic()))
-        self._complaints.finish()
+        self._errors.finish()
         self._stdout.close()
-        self.complaints.close()
+        self.stderr.close()
 
-    # -- events ----------------------------------------------------------------------------------------------------
-
-    def _on_line(self) -> Sequence[RemoteProcess]:
+    def _on_messages(self) -> Sequence[RemoteProcess]:
         self._last_received_s = time.monotonic()
         if self.lost:
             return ()
         try:
-            received = self.line.receive()
+            received = self.connection.receive()
         except EOFError:  # ssh is about to print why: `tick` waits for that
             assert self._selector is not None, "opened"
-            self._selector.unregister(self.line.source)
+            self._selector.unregister(self.connection.source)
             self._ssh_ends_by_s = self._last_received_s + _SSH_END_S
             return ()
         except ProtocolError as exc:
@@ -436,29 +418,23 @@ class RemoteHost:
                                           time.monotonic() - message.age_s))
         return ended
 
-    def _on_complaint(self) -> Sequence[RemoteProcess]:
-        if not self.read_complaint():
-            assert self._selector is not None
-            self._selector.unregister(self.complaints)
-        return ()
-
     def _lose(self, why: str) -> list[RemoteProcess]:
         """Mark the host as lost; its agent, if alive, ends what runs there. Return the processes that were running."""
         assert self._selector is not None
         self.lost = f"was lost with its host {self.host.name} ({why})"
-        for source in (self.line.source, self.line.target):
+        for source in (self.connection.source, self.connection.target):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         ended = [process for process in self._processes if process.code is None]
         for process in ended:
-            process.lose()
+            process.code, process.is_lost, process.ended_s = LOST_HOST, True, time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         return ended
 
     def _on_target(self) -> Sequence[RemoteProcess]:
         try:
             with self._sending:
-                self.line.flush()
+                self.connection.flush()
         except OSError:
-            return () if self.lost else self._lose("it closed its line")
+            return () if self.lost else self._lose("it closed its connection")
         return ()

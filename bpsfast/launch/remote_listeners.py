@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ..base.resources import Closing
 from ..orchestration.errors import PeerLostError, StallError
 from ..orchestration.wake_up import WakeUp
 from .host_list import Host
@@ -21,7 +22,7 @@ _START_TIMEOUT_S = 60.0
 _LISTENS = re.compile(rb"bpsfast [ \w]+: (listening|waiting)\b")
 
 
-class RemoteListeners:
+class RemoteListeners(Closing):
     """``python -m bpsfast *arguments* -p PORT`` on each of *hosts*, until `close`. A context manager; main thread.
 
     Their error output goes to standard error, with the host's name; the client shows results. `addresses`: an address
@@ -50,12 +51,6 @@ class RemoteListeners:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> RemoteListeners:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def check(self) -> None:
         """Raise `PeerLostError` if a listener has failed, since its client would only wait."""

@@ -149,14 +149,8 @@ _NOISE_NBYTES = 1 << 16
 class PipeConnection:
     """One end of the connection. It never blocks: what a pipe does not take now stays here until `flush`.
 
-    Parameters
-    ----------
-    source, target
-        Descriptors to read and write, owned by the caller; made non-blocking.
-    messages
-        The union of messages that are accepted.
-    after_mark
-        Whether the other side's messages follow a mark. (`mark` sends this side's.)
+    *source* and *target* are descriptors to read and write, owned by the caller; made non-blocking. *messages* is the
+    union of messages that are accepted. *after_mark*: whether the other side sends a mark first (`mark` sends one).
     """
 
     def __init__(self, source: int, target: int, messages: Any, after_mark: bool) -> None:
@@ -221,8 +215,8 @@ class PipeConnection:
         """Return what follows the mark in *data*; add what precedes it to the noise."""
         before, mark, after = (self._before_mark + data).partition(MARK)
         # a part of the mark at the end is not noise yet
-        kept = 0 if mark else min(len(before), len(MARK) - 1)
-        self._noise = (self._noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
-        self._before_mark = before[len(before) - kept:]
+        n_undecided = 0 if mark else min(len(before), len(MARK) - 1)
+        self._noise = (self._noise + before[:len(before) - n_undecided])[-_NOISE_NBYTES:]
+        self._before_mark = before[len(before) - n_undecided:]
         self._awaits_mark = not mark
         return after

@@ -1,4 +1,4 @@
-"""Form a job from a key-value store: ranks that know only their number and a store become the ranks of a job.
+"""Form a job through a key-value store, of ranks that know only their number and the store.
 
 A process group of torch gives its backend a store, a rank and a size; the environment may be empty. So
 
@@ -32,16 +32,8 @@ from ..base.addresses import configured_host, default_route_host, format_address
 from ..base.job_key import check_insecure, given_key, job_key, local_key, machine_secret
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
-from ..orchestration import security
-from ..orchestration.errors import (
-    DECODE_ERRORS,
-    BpsError,
-    ConfigError,
-    MismatchError,
-    PeerLostError,
-    StallError,
-    error_of,
-)
+from ..orchestration import errors, security
+from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from .daemons import reserve_port
 from .process_role import ProcessRole
 
@@ -76,7 +68,8 @@ class Store(Protocol):
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank publishes about itself.
 
-    `key_proof` identifies the given key, "" if none; `secret_proof` the `machine_secret` that it has otherwise.
+    `machine` identifies the boot, the network namespace and the node id. `key_proof` identifies the given key, "" if
+    none; `secret_proof` the `machine_secret` that the rank has otherwise.
     """
 
     size: int
@@ -114,17 +107,10 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
     the ranks contradict each other, or no address is known: the same error on all ranks. `PeerLostError` if the store
     failed.
 
-    Parameters
-    ----------
-    timeout_s
-        Deadline of the rendezvous; *settings*' own is for what follows.
-    environ
-        Has MASTER_ADDR, a hint where the other machines may be; `os.environ` if None.
+    *timeout_s* is the deadline of the rendezvous; that of *settings* is for what follows. *environ*, `os.environ` if
+    None, has MASTER_ADDR, a hint where the other machines may be.
 
-    Returns
-    -------
-    Place
-        Rank 0's holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
+    Rank 0's role holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank = {rank} must be at least 0 and less than the size of the job, {size}")
@@ -134,13 +120,15 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
     key = security.job_key(given, "") if given else b""
     secret = b"" if given else _own_secret()
     session = _StoreSession(store, rank, size, timeout_s, deadline)
-    session.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
-                        key_proof=_proof(key), secret_proof=_proof(secret)))
+    session.publish(_Entry(size=size, machine=f"{network_id()} {settings.node_id}", host=_own_host(settings, environ),
+                           key_proof=_proof(key), secret_proof=_proof(secret)))
     if rank == 0:
-        return _lead(session, _own_settings(settings), key, secret)
+        if settings.rank >= 0:  # the scheduler and helpers of these settings belong to a launcher's job
+            settings = msgspec.structs.replace(settings, scheduler="", num_helpers=0, max_helpers=0)
+        return _lead(session, settings, key, secret)
     table = session.table()
     if table.error:
-        raise _error(table)
+        raise errors.error_of(table.error, f"{table.reason} (found by rank 0)")
     if table.job_key and (key or not settings.insecure):
         raise MismatchError("the job's key is in the ranks' store, where every machine can read and change it, and "
                             f"this rank ({rank}) is not to accept that: set BPSFAST_INSECURE=1 on all ranks or on "
@@ -161,9 +149,13 @@ class _StoreSession:
         except Exception as exc:
             raise self._lost(exc) from exc
 
-    def publish(self, entry: _Entry) -> None:
-        """Publish this rank's entry."""
-        self._set(self._key_of(self.rank), entry)
+    def publish(self, value: _Entry | _Table) -> None:
+        """Publish this rank's entry, or rank 0's table."""
+        key = self._table_key if isinstance(value, _Table) else self._key_of(self.rank)
+        try:
+            self._store.set(key, msgspec.json.encode(value).decode())
+        except Exception as exc:
+            raise self._lost(exc) from exc
 
     def entries(self) -> list[_Entry]:
         """Return the entries of all ranks, by rank."""
@@ -174,10 +166,6 @@ class _StoreSession:
                 raise self._missing()
             found.append(_decoded(data, _Entry, rank))
         return found
-
-    def tell(self, table: _Table) -> None:
-        """Publish the table."""
-        self._set(self._table_key, table)
 
     def table(self) -> _Table:
         """Return rank 0's table."""
@@ -192,12 +180,6 @@ class _StoreSession:
 
     def _key_of(self, rank: int) -> str:
         return f"bpsfast/{self._number}/rank/{rank}"
-
-    def _set(self, key: str, value: msgspec.Struct) -> None:
-        try:
-            self._store.set(key, msgspec.json.encode(value).decode())
-        except Exception as exc:
-            raise self._lost(exc) from exc
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         """Return the value of *key*, None if it is not there at the deadline."""
@@ -263,13 +245,13 @@ def _lead(session: _StoreSession, settings: Settings, key: bytes, secret: bytes)
         drawn = b"" if key else _drawn_key(entries, settings, address)
     except BpsError as exc:
         with contextlib.suppress(PeerLostError):  # the store has failed, for the other ranks, too
-            session.tell(_Table(error=type(exc).__name__, reason=str(exc)))
+            session.publish(_Table(error=type(exc).__name__, reason=str(exc)))
         raise
     try:
         table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
                        expects_helpers=settings.expects_helpers, nonce=secrets.token_hex(8), job_key=drawn.hex())
         found = _role(session, table, settings, key or secret, address)
-        session.tell(table)
+        session.publish(table)
     except BaseException:
         if reserved is not None:
             reserved.close()
@@ -300,14 +282,9 @@ def _role(session: _StoreSession, table: _Table, settings: Settings, key: bytes,
 def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
     try:
         return msgspec.json.decode(data, type=kind)
-    except DECODE_ERRORS as exc:
+    except errors.DECODE_ERRORS as exc:
         raise MismatchError(f"what rank {rank} has left in the store cannot be read ({exc}): it has another version of "
                             "bpsfast") from exc
-
-
-def _machine(settings: Settings) -> str:
-    """Return an identifier of this machine: boot, network namespace, and the node id of the settings."""
-    return f"{network_id()} {settings.node_id}"
 
 
 def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
@@ -351,12 +328,6 @@ def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
     return machines
 
 
-def _own_settings(settings: Settings) -> Settings:
-    """Return *settings* without the scheduler and helpers of a launcher's job."""
-    return settings if settings.rank < 0 else msgspec.structs.replace(
-        settings, scheduler="", num_helpers=0, max_helpers=0)
-
-
 def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
     if settings.scheduler:
         return parse_address(settings.scheduler)
@@ -394,7 +365,3 @@ def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[s
         " (its ranks are on one machine, but of several users or containers, or have no folder for a secret)"
         if is_local else ""))
     return job_key(settings, format_address(*scheduler)) if settings.expects_helpers else secrets.token_bytes(32)
-
-
-def _error(table: _Table) -> BpsError:
-    return error_of(table.error, f"{table.reason} (found by rank 0)")

@@ -52,7 +52,7 @@ _log = logging.getLogger("bpsfast.roles")
 _ENVIRONMENTS: tuple[Environment, ...] = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
 #: Stands for the key in a role that is only compared, so that no key is derived and no warning logged.
 _NO_KEY = "00" * 32
-#: Who should have completed an incomplete set of variables.
+#: Launcher -> how to complete its set of variables.
 _ADVICE = {
     "slurm": "srun sets them all; they may be left of another step",
     "kubernetes": "Set them in the pods' template",
@@ -63,7 +63,7 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Proc
     """Return the role of this process.
 
     Raises `ConfigError` for an incomplete set of variables, or for two sets that disagree; the text names the variables
-    and who should set them. Or the settings name no interface of this machine.
+    and how they are set. Also if the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
     configured_host(settings)  # an early error: at a node it would end all ranks
@@ -109,8 +109,7 @@ def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, 
                 marks = [", ".join(each.marks(settings, environ)) for each in (whole[0], environment)]
                 raise ConfigError(
                     f"two launchers disagree about {field}: {whole[0].name} ({marks[0]}) says {mine}, "
-                    f"{environment.name} ({marks[1]}) says {theirs}. Unset the variables of one of them"
-                )
+                    f"{environment.name} ({marks[1]}) says {theirs}. Unset the variables of one of them")
     return roles[0]
 
 
@@ -133,13 +132,12 @@ def _single(settings: Settings, environ: Mapping[str, str]) -> ProcessRole:
         raise ConfigError(
             f"BPSFAST_SCHEDULER = {settings.scheduler} says that this process belongs to a job, but nothing says which "
             "rank it is: set BPSFAST_RANK, BPSFAST_SIZE, BPSFAST_LOCAL_RANK and BPSFAST_LOCAL_SIZE, or start it by "
-            "`bpsfast run`"
-        )
+            "`bpsfast run`")
     alone = slurm.no_task(environ)
     if alone:
         _log.warning("%s", alone)
     given = given_key(settings)
     key = security.job_key(given, "") if given else secrets.token_bytes(32)
-    return ProcessRole(launcher="single", role="rank", rank=0, size=1, local_rank=0, local_size=1,
-                 node_id=f"single-{os.getpid()}-{secrets.token_hex(4)}", num_nodes=1, scheduler=("127.0.0.1", 0),
-                 starts_node=True, starts_scheduler=True, job_key=key)
+    return ProcessRole(launcher="single", role="rank", rank=0, size=1, local_rank=0, local_size=1, num_nodes=1,
+                       node_id=f"single-{os.getpid()}-{secrets.token_hex(4)}", scheduler=("127.0.0.1", 0),
+                       starts_node=True, starts_scheduler=True, job_key=key)

@@ -1,4 +1,4 @@
-"""Slurm's environment variables, and its short forms for lists of nodes and of tasks.
+"""Read this rank's place in the job from Slurm's environment variables, with their short lists of nodes and tasks.
 
 ``srun`` starts the ranks; each gets its number, its node's, and the step's list of nodes. Only tasks of a step are
 ranks. A batch script has SLURM_PROCID=0 too, and the SLURM_NTASKS that its steps will get, but is no task: it has no
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from ..base.addresses import format_address
+from ..base.byteps_variables import whole_number
 from ..base.job_key import node_id_or_default
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
@@ -31,6 +33,7 @@ from .process_role import (
     scheduler_port,
 )
 
+_T = TypeVar("_T")
 _NEEDED = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 #: of each the first that is set counts: the step's own, then what older versions call it
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
@@ -67,7 +70,7 @@ class Slurm(Environment):
         n_tasks = next(name for name in _N_TASKS if environ.get(name))
         size = integer(n_tasks, environ)
         check_range("SLURM_PROCID", rank, n_tasks, size)
-        nodes, counts = _nodes(environ), _counts(environ)
+        nodes, counts = _parsed(_NODES, expand_nodes, environ), _parsed(_TASKS_PER_NODE, tasks_per_node, environ)
         if len(nodes) != len(counts) or sum(counts) != size:
             raise ConfigError(f"Slurm's variables contradict each other: {_shown(_NODES, environ)} are {len(nodes)} "
                               f"nodes, {_shown(_TASKS_PER_NODE, environ)} are {sum(counts)} tasks on {len(counts)} "
@@ -83,7 +86,8 @@ class Slurm(Environment):
         if len(nodes) == 1 and not settings.scheduler and not settings.expects_helpers:
             fields = fields_of_local_job(settings, f"slurm|{number_of_job}|{step}|{nodes[0]}", size)
         else:
-            fields = fields_of_job(settings, settings.scheduler or format_address(nodes[0], _port(number_of_job, step)))
+            port = scheduler_port(whole_number("SLURM_JOB_ID", number_of_job) * _STEPS_APART + int(step))
+            fields = fields_of_job(settings, settings.scheduler or format_address(nodes[0], port))
         fields["node_id"] = node_id_or_default(settings, f"slurm-{number_of_job}.{step}-{index}")
         first = local_rank == 0
         return ProcessRole(launcher="slurm", role="rank", rank=rank, size=size, local_rank=local_rank,
@@ -105,25 +109,12 @@ def _is_task(environ: Environ) -> bool:
     return bool(environ.get("SLURM_PROCID")) and step.isdecimal() and int(step) < _OWN_STEPS
 
 
-def _port(number_of_job: str, step: str) -> int:
+def _parsed(names: tuple[str, ...], parse: Callable[[str], list[_T]], environ: Environ) -> list[_T]:
+    """Return the list in the first of the variables *names* that is set."""
     try:
-        return scheduler_port(int(number_of_job) * _STEPS_APART + int(step))
-    except ValueError:
-        raise ConfigError(f"SLURM_JOB_ID = {number_of_job!r} is no whole number") from None
-
-
-def _nodes(environ: Environ) -> list[str]:
-    try:
-        return expand_nodes(_first(_NODES, environ))
+        return parse(_first(names, environ))
     except ValueError as exc:
-        raise ConfigError(f"{_shown(_NODES, environ)} cannot be read: {exc}") from None
-
-
-def _counts(environ: Environ) -> list[int]:
-    try:
-        return tasks_per_node(_first(_TASKS_PER_NODE, environ))
-    except ValueError as exc:
-        raise ConfigError(f"{_shown(_TASKS_PER_NODE, environ)} cannot be read: {exc}") from None
+        raise ConfigError(f"{_shown(names, environ)} cannot be read: {exc}") from None
 
 
 def _first(names: tuple[str, ...], environ: Environ) -> str:

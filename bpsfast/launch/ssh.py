@@ -107,8 +107,10 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         """Return the error that ssh itself printed, None if it is not a known one."""
         where, text = host.name, "\n".join(output)
         if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
+            name = where.rpartition("@")[2]
+            known_as = name if self.port is None else shlex.quote(f"[{name}]:{self.port}")
             return ConfigError(f"{where}: its host key has changed, so another machine may pretend to be it. "
-                               f"Find out why it changed; then: ssh-keygen -R {self._known_as(host)}, and {by_hand}")
+                               f"Find out why it changed; then: ssh-keygen -R {known_as}, and {by_hand}")
         if "Host key verification failed" in text or "host key is known for" in text:
             return ConfigError(f"{where}: its host key is not known here, so its identity cannot be checked. Type "
                                f"`{by_hand}` once and compare the fingerprint it shows")
@@ -130,10 +132,6 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         heard = f"; it printed {noise[-200:]!r} instead" if noise else ""
         return StallError(f"{host.name}: no agent of bpsfast answered within {timeout_s:g} s{heard}. Does a login "
                           f"script wait for input there? Try {self.by_hand(host)}")
-
-    def _known_as(self, host: Host) -> str:
-        name = host.name.rpartition("@")[2]
-        return name if self.port is None else shlex.quote(f"[{name}]:{self.port}")
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

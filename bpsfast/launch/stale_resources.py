@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import shutil
 import signal
 import stat
@@ -25,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ..base import process_identity
+from ..base.resources import is_ready
 from ..orchestration.errors import BpsError
 from .namespaces import netns
 
@@ -122,24 +122,18 @@ def _end(found: list[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
         for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
             for each, fd in held:
                 # the pid may have been another process's when the descriptor was opened
-                if not _has_ended(fd) and _left_by(int(each.name)):
+                if not is_ready(fd, 0.0) and _left_by(int(each.name)):
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(fd, number)
             deadline = time.monotonic() + seconds
             for _, fd in held:
-                _has_ended(fd, max(0.0, deadline - time.monotonic()))
-        kept = {each for each, fd in held if not _has_ended(fd)}
+                is_ready(fd, deadline - time.monotonic())
+        survivors = {each for each, fd in held if not is_ready(fd, 0.0)}
     finally:
         for _, fd in held:
             os.close(fd)
     for each in found:
-        yield each, "it still runs after SIGKILL: it waits in the kernel (state D)" if each in kept else ""
-
-
-def _has_ended(fd: int, timeout_s: float = 0.0) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(int(timeout_s * 1e3)))
+        yield each, "it still runs after SIGKILL: it waits in the kernel (state D)" if each in survivors else ""
 
 
 def _remove_namespace(name: str) -> str:

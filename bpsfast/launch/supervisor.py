@@ -23,7 +23,7 @@ import msgspec
 from ..base import logs
 from ..base.end_reports import EndTiming
 from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .elastic_service import KillWorker, Order, StopJob, WorkerPool, member_of
+from .elastic_service import KillWorker, StopJob, WorkerPool, member_of
 from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
 from .processes import (
     AFTER_SIGKILL_S,
@@ -60,18 +60,10 @@ class Limits(msgspec.Struct, frozen=True):
 class Supervisor:
     """Runs *commands* until the job ends; `run` may be called once, from the main thread.
 
-    Parameters
-    ----------
-    commands
-        In the order of starting. At least one is of kind RANK.
-    output
-        Takes the lines; the caller closes it.
-    hosts
-        The host of each command; None: all on this machine. `run` opens and closes them.
-    workers
-        Of an elastic job: *commands* are its first workers, and more may follow, on this machine.
-    restarts
-        How many lost helpers, in all, are started again to join the running job.
+    *commands* are in the order of starting; at least one is of kind RANK. *output* takes the lines; the caller closes
+    it. *hosts* has the host of each command, which `run` opens and closes; None: all on this machine. With the
+    *workers* of an elastic job, *commands* are the first ones, and more may follow, on this machine. *restarts*: how
+    many lost helpers, in all, are started again to join the running job.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
@@ -83,7 +75,7 @@ class Supervisor:
         self._by_command = [LocalProcesses()] * len(commands) if hosts is None else hosts
         self._hosts: list[ProcessHost] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
-        # separate, to be left alone while too much output waits for its reader
+        # separate, as it is not watched while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._restarts = restarts
@@ -95,8 +87,8 @@ class Supervisor:
         self._failures = Failures(self._errors)
         self._failed_s = 0.0  # when the first one was seen
         self._given_up: set[Process] = set()  # running even after SIGKILL
-        self._missed: list[Process] = []  # the job goes on without these
-        self._is_hopeless = False  # the elastic service forms no further job
+        self._lost: list[Process] = []  # the job goes on without these
+        self._has_no_next_job = False  # the elastic service forms no further job
         self._is_joined = False  # a rank has joined the job
         self._stopped: tuple[str, int] | None = None  # reason and exit code, if the launcher ends the job
         self._deadline: float | None = None  # of the present phase
@@ -106,24 +98,22 @@ class Supervisor:
         """Start everything, wait until everything has ended, return the job's exit code."""
         with SignalEvents() as signals, self._selector, self._events, self._output.attending():
             self._selector.register(signals, selectors.EVENT_READ, functools.partial(self._on_signals, signals))
-            self._run_job()
+            try:
+                self._start()
+                # without running workers, the service of an elastic job has yet to order what follows
+                while self._running or (self._workers is not None and self._phase == "run"):
+                    self._step()
+                for host in self._hosts:
+                    host.drain()
+                self._take_reports()
+            finally:
+                for host in self._hosts:
+                    host.begin_close()
+                for host in self._hosts:
+                    host.close()
             code = self._verdict()
             self._deliver()
         return code if self._stopped is None else self._stopped[1]
-
-    def _run_job(self) -> None:
-        try:
-            self._start()
-            while self._running or self._is_awaiting_orders:
-                self._step()
-            for host in self._hosts:
-                host.drain()
-            self._take_reports()
-        finally:
-            for host in self._hosts:
-                host.begin_close()
-            for host in self._hosts:
-                host.close()
 
     def _start(self) -> None:
         if self._limits.job_s is not None:
@@ -131,7 +121,8 @@ class Supervisor:
         for host in self._hosts:
             host.open(self._events)
         if self._workers is not None:
-            self._selector.register(self._workers.fileno(), selectors.EVENT_READ, self._on_orders)
+            self._selector.register(self._workers.fileno(), selectors.EVENT_READ,
+                                    functools.partial(self._on_orders, self._workers))
         for command, host in zip(self._commands, self._by_command):
             self._launch(command, host)
 
@@ -206,10 +197,10 @@ class Supervisor:
             if self._phase == "run" and self._is_waited_for(process):
                 continue
             is_spare = process in self._restarted and process.code != 0
-            if self._phase in ("run", "leaving") and (self._can_be_missed(process) or is_spare):
+            if self._phase in ("run", "leaving") and (self._can_lose(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._errors[process].release()
-                self._missed.append(process)
+                self._lost.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
             elif process.code != 0 and (self._phase in ("run", "failed", "leaving")
@@ -246,45 +237,37 @@ class Supervisor:
         self._begin(command, host, out, self._errors[process])
         return True
 
-    def _can_be_missed(self, process: Process) -> bool:
-        """Whether the job goes on without *process*, which has failed."""
+    def _can_lose(self, process: Process) -> bool:
+        """Whether the job goes on without *process*, which has failed; the scheduler decides that of helpers."""
         if self._workers is not None:
             return self._workers.has_ended(process) and process.code != 0
-        return _can_be_missed(process)
+        code = process.code or 0
+        return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
 
     def _has_trained(self) -> bool:
         """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count."""
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
                  and not (self._workers is not None and self._workers.is_superfluous(process))]
         return any(process.code == 0 for process in ranks) and all(
-            process.code == 0 or process in self._missed for process in ranks)
+            process.code == 0 or process in self._lost for process in ranks)
 
-    @property
-    def _is_awaiting_orders(self) -> bool:
-        """Whether the service of an elastic job without running workers has yet to order what follows."""
-        return self._workers is not None and self._phase == "run"
-
-    def _on_orders(self) -> None:
-        assert self._workers is not None, "only an elastic job has orders"
-        for order in self._workers.orders():
-            if self._phase == "run":
-                self._carry_out(order)
-
-    def _carry_out(self, order: Order) -> None:
-        assert self._workers is not None, "only an elastic job has orders"
-        if isinstance(order, StopJob):
-            self._output.say(f"no further job: {order.reason}")
-            self._is_hopeless = True
-            self._enter("failed")
-        elif isinstance(order, KillWorker):
-            for process in self._processes:
-                if process.code is None and member_of(process.command) == order.member:
-                    self._output.say(f"{process.command.name} has not joined the others in time: ending it")
-                    process.signal_all(signal.SIGKILL)
-        else:
-            for command in self._workers.commands(order):
-                self._output.say(f"{command.name} is started")
-                self._launch(command, self._hosts[0])
+    def _on_orders(self, workers: WorkerPool) -> None:
+        for order in workers.orders():
+            if self._phase != "run":
+                return
+            if isinstance(order, StopJob):
+                self._output.say(f"no further job: {order.reason}")
+                self._has_no_next_job = True
+                self._enter("failed")
+            elif isinstance(order, KillWorker):
+                for process in self._processes:
+                    if process.code is None and member_of(process.command) == order.member:
+                        self._output.say(f"{process.command.name} has not joined the others in time: ending it")
+                        process.signal_all(signal.SIGKILL)
+            else:
+                for command in workers.commands(order):
+                    self._output.say(f"{command.name} is started")
+                    self._launch(command, self._hosts[0])
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
@@ -361,19 +344,13 @@ class Supervisor:
     def _verdict(self) -> int:
         """Write which process ended the job, if one did; return the job's exit code."""
         cause, _ = self._failures.first()
-        code = FAILED if self._is_hopeless else OK
+        code = FAILED if self._has_no_next_job else OK
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             err = self._errors[cause]
             self._output.say_cause(f"{cause.command.name} failed first: it {cause.end_in_words()}",
                                    traceback_of(err.tail), err)
         return code
-
-
-def _can_be_missed(process: Process) -> bool:
-    """Whether the job goes on without a failed *process*: the scheduler decides that for helpers in the job."""
-    code = process.code or 0
-    return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
 
 
 #: A line of a process that ended only because of another one: it is not the cause, whatever follows the line.
@@ -421,9 +398,9 @@ class Failures:
         """
         in_order = sorted(self._failed, key=lambda process: self._ends[process].began_s(process.ended_s))
         causes = [process for process in in_order if not self.follows(process)]
-        loud = [process for process in causes if process.command.kind is Kind.RANK or (process.code or 0) < 0
+        with_output = [process for process in causes if process.command.kind is Kind.RANK or (process.code or 0) < 0
                 or any(line.strip() for line in self._errors[process].tail)]
-        found = next(iter([*loud, *causes, *in_order]), None)
+        found = next(iter([*with_output, *causes, *in_order]), None)
         return found, bool(causes)
 
 

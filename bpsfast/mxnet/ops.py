@@ -23,10 +23,7 @@ from ..trainer.tensor_input import TensorInput
 def memory_of(tensor: Any) -> TensorInput:
     """Wait until MXNet has finished with *tensor*, and return its memory, which may be read and written.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not an NDArray, sparse, not on the CPU, or of a dtype that is not summed.
+    Raises UnsupportedError if it is not a dense NDArray on the CPU of a supported dtype.
     """
     if not isinstance(tensor, mxnet.nd.NDArray):
         raise UnsupportedError(f"expected an mxnet.nd.NDArray (bpsfast.push_pull takes others), got "
@@ -49,11 +46,11 @@ def _wire_name(dtype: Any) -> str:
     names = np.dtype(dtype).names  # MXNet's bfloat16 is a structure of one uint16
     return "bfloat16" if names == ("bfloat16",) else wire_name(dtype)
 
-_codecs: dict[str, CodecSpec] = {}  # by name, from `byteps_declare_tensor`
+_codecs: dict[str, CodecSpec] = {}  # by tensor name, from `byteps_declare_tensor`
 
 
 def byteps_declare_tensor(name: str, **kwargs: Any) -> None:
-    """Declare *name*: of equal priority, names that were declared earlier go first. In the same order on all ranks.
+    """Declare *name*, in the same order on all ranks: at equal priority, names declared earlier are sent first.
 
     *kwargs* are BytePS's keywords of compression (`bpsfast.compression.from_byteps`).
     """
@@ -68,20 +65,17 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
                      is_average: bool = True) -> None:
     """Replace *tensor* by its sum (mean) over all ranks.
 
-    BytePS queues this with MXNet's engine; here it is complete when the call returns (`push_pull_all` overlaps
+    BytePS queues this with MXNet's engine; here the call returns when it is complete (`push_pull_all` overlaps
     several). *version* is BytePS's, and ignored.
 
-    Raises
-    ------
-    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`.
+    Raises UnsupportedError, MismatchError, BusyError, ClosedError, StallError, or PeerLostError as `bpsfast.push_pull`.
     """
     push_pull_all([(name, tensor, priority)], is_average)
 
 
 def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bool = True,
                   compression: Choice | None = None, learning_rate: float | None = None) -> None:
-    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all travel at once."""
+    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); send all before the first is awaited."""
     tensors_of_job = process.current().tensors
     memories = [memory_of(tensor) for _, tensor, _ in tensors]
     handles = []

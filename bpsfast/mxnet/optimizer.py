@@ -1,4 +1,4 @@
-"""BytePS's DistributedOptimizer and DistributedTrainer for MXNet, which average gradients over all ranks first."""
+"""BytePS's DistributedOptimizer and DistributedTrainer for MXNet, which first average gradients over all ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,8 +12,17 @@ from ..trainer.broadcaster import broadcast
 from .ops import memory_of, push_pull_all
 
 
+def _delegated(name: str) -> Any:
+    """Return a method that calls method *name* of the wrapped optimizer."""
+    def call(self: DistributedOptimizer, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.wrapped, name)(*arguments, **keywords)
+
+    call.__name__ = name
+    return call
+
+
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
-    """*optimizer* with updates that first average ``gradient_<index>`` over all ranks.
+    """Averages ``gradient_<index>`` over all ranks before each update of *optimizer*.
 
     *prefix* is put before these names. Two models that are trained at the same time need different ones.
     """
@@ -47,29 +56,15 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
         self._average(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
-    def create_state(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state."""
-        return self._optimizer.create_state(index, weight)
-
-    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state."""
-        return self._optimizer.create_state_multi_precision(index, weight)
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the optimizer's learning rate."""
-        self._optimizer.set_learning_rate(lr)
-
-    def set_lr_mult(self, args_lr_mult: Any) -> None:
-        """Set the optimizer's factors of learning rates."""
-        self._optimizer.set_lr_mult(args_lr_mult)
-
-    def set_wd_mult(self, args_wd_mult: Any) -> None:
-        """Set the optimizer's factors of weight decay."""
-        self._optimizer.set_wd_mult(args_wd_mult)
+    create_state = _delegated("create_state")
+    create_state_multi_precision = _delegated("create_state_multi_precision")
+    set_learning_rate = _delegated("set_learning_rate")
+    set_lr_mult = _delegated("set_lr_mult")
+    set_wd_mult = _delegated("set_wd_mult")
 
 
 class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's Trainer with gradients averaged over all ranks, and with the initial parameters of rank *root_rank*.
+    """Gluon's Trainer that averages gradients over all ranks, and starts with the parameters of rank *root_rank*.
 
     Parameters
     ----------
@@ -94,7 +89,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         self._root_rank, self._prefix = root_rank, prefix
 
     def _allreduce_grads(self) -> None:
-        """Average the gradients of all ranks. Gluon calls it before updates."""
+        """Average the gradients over all ranks. Gluon calls this before updates."""
         tensors = []
         for i, param in enumerate(self._params):
             if param.grad_req == "null":
@@ -107,7 +102,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         push_pull_all(tensors, compression=self._codec and {"*": self._codec}, learning_rate=self.learning_rate)
 
     def _init_params(self) -> None:
-        """Broadcast the parameters that are initialized. Gluon calls it before each step until all are."""
+        """Broadcast the parameters that are initialized. Gluon calls this before each step until all are."""
         waiting: list[Any] = []
         for param in self._params_to_init:
             if param._deferred_init:

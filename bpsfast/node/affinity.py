@@ -29,17 +29,9 @@ log = logging.getLogger("bpsfast.node")
 class NodeAffinity:
     """Binds this process to the CPUs chosen for the node. Make it before any thread that has to follow. One thread.
 
-    Parameters
-    ----------
-    address
-        The address to which peers connect, hence the card in use.
-    host
-        The machine; a recorded one in tests.
+    *address*: the address to which peers connect, hence the card in use. *host*: the machine; a recorded one in tests.
 
-    Raises
-    ------
-    ConfigError
-        If no CPU is left for the node.
+    Raises `ConfigError` if no CPU is left for the node.
     """
 
     def __init__(self, settings: Settings, address: str, host: Host | None = None) -> None:
@@ -48,23 +40,22 @@ class NodeAffinity:
         self.allowed = numa.allowed_cpus(tree) or frozenset(os.sched_getaffinity(0))
         self.affinity = CpuAffinity()
         self.numa_memory = NumaMemory({})
-        self._wishes = AffinityOptions.of(settings)
+        self._options = AffinityOptions.of(settings)
         self._cores = Cores({})
         self._mems = numa.allowed_nodes(tree)
         n_nodes = sum(bool(node.cpus) for node in self._host.numa.values())
-        self._is_on = settings.numa and (n_nodes > 1 or self._wishes.some)
+        self._is_on = settings.numa and (n_nodes > 1 or self._options.some)
         if not self._is_on:
             return
         self._cores = read_cores(tree, settings.whole_cores)
         self.numa_memory = NumaMemory({number: self._cores.cpus_of(number) & self.allowed
                                        for number in self._cores.nodes})
         self._cards = locality.traffic_nics(self._host, settings, address)
-        beside, wishes = self._cards.nodes, self._wishes
+        beside, options = self._cards.nodes, self._options
         if settings.cores:  # it keeps to its quota already
-            beside, wishes = frozenset(), AffinityOptions()
-        planned = plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), wishes)
-        self.affinity = with_allowed_memory(planned,
-                            self._mems)
+            beside, options = frozenset(), AffinityOptions()
+        planned = plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), options)
+        self.affinity = with_allowed_memory(planned, self._mems)
         if not ThreadBinding(self.affinity.cpus).cpus:  # nothing to do, or refused
             self.affinity = CpuAffinity(home=self.affinity.home)
         log.info("CPU affinity: %s%s", _words("this node", self.affinity),
@@ -73,19 +64,16 @@ class NodeAffinity:
     def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
         """Return CPUs and memory of all local *ranks*, in their order.
 
-        Raises
-        ------
-        ConfigError
-            If BPSFAST_RANK_CPUS does not fit them.
+        Raises `ConfigError` if BPSFAST_RANK_CPUS does not fit them.
         """
         if not self._is_on:
             return (CpuAffinity(),) * len(ranks)
         has_gpus = len(self._cores.nodes) > 1 and any(rank.gpu >= 0 for rank in ranks)
         gpus = locality.gpu_numa_nodes(self._host) if has_gpus else ()
-        came = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
+        described = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
         taken = self.affinity.cpus if self.affinity.alone else frozenset[int]()
-        planned = plan_ranks(self._cores, came, self._wishes, taken)
+        planned = plan_ranks(self._cores, described, self._options, taken)
         affinities = tuple(with_allowed_memory(affinity, self._mems) for affinity in planned)
         log.info("CPU affinity: %s", "; ".join(_words(f"local rank {number}", affinity)
                                                for number, affinity in enumerate(affinities)))

@@ -1,6 +1,7 @@
-"""What a node tells the scheduler of its own capacity when it joins: rates of its NIC, of sums and of copies."""
+"""Finds the rates of a node's NIC, of its sums and of its copies, which it reports to the scheduler when it joins."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -46,10 +47,10 @@ class NodeCapacity(NamedTuple):
 
 
 def of(settings: Settings, address: str) -> NodeCapacity:
-    """Return the strength of this machine, whose peers connect to *address*.
+    """Return the capacity of this machine, whose peers connect to *address*.
 
-    Sums are measured, for a fraction of a second, where the node has only some CPUs of its machine; else it is taken
-    to sum faster than its NIC brings anything (three cores keep up with 100 Gbit/s).
+    Sums are measured, for a fraction of a second, where the node has only some CPUs of its machine. Other nodes are
+    assumed to sum faster than their NIC delivers: three cores keep up with 100 Gbit/s.
     """
     host = Host()
     by_rdma, ports = 0.0, ""
@@ -97,10 +98,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
     through a connection to itself, which costs what receiving and sending cost together; with RDMA the card does that.
     Takes *duration_s*; longer, up to some seconds, if other programs leave no CPU time.
 
-    Raises
-    ------
-    ConfigError
-        If the loopback interface does not work.
+    Raises `ConfigError` if the loopback interface does not work.
     """
     kernels.warm(["float32"])
     begin = threading.Barrier(n_threads + 1)
@@ -110,7 +108,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
 
     def work(number: int) -> None:
         try:
-            with _Loop(by_tcp) as loop:
+            with contextlib.closing(_Loop(by_tcp)) as loop:
                 begin.wait(_TIMEOUT_S)
                 while not end.is_set():
                     counts[number] += loop.turn()
@@ -141,7 +139,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
 
 
 class _Loop:
-    """Pieces to sum, and a connection of one thread to itself. A context manager."""
+    """One thread's work of a helper: pieces to sum, and a connection to itself."""
 
     def __init__(self, by_tcp: bool) -> None:
         self._by_tcp = by_tcp
@@ -158,10 +156,7 @@ class _Loop:
         self._in.settimeout(_TIMEOUT_S)
         self._out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _SEND_NBYTES)
 
-    def __enter__(self) -> _Loop:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self._out.close()
         self._in.close()
 

@@ -1,6 +1,6 @@
-"""Compressed partitions: what the engine is told of them, and their state from round to round, to save and load.
+"""Describes compressed partitions to the engine, and saves and loads the state that they keep between rounds.
 
-A saved state: a mark of what it belongs to (node, cut, codec), then for each partition the six words of
+A saved state: a fingerprint of what it belongs to (node, layout, codec), then for each partition the six words of
 `Engine.codec_words` and the arrays of `CodedPart`.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..orchestration.errors import MismatchError
 from ..orchestration.placement.partition import ITEM_NBYTES
 from ..pyx.engine import Engine
 
-_MARK = struct.Struct("<8sQ")
+_HEADER = struct.Struct("<8sQ")
 _MAGIC = b"BPSCODE1"
 _WORDS = struct.Struct("<6Q")
 
@@ -41,18 +41,18 @@ class CodedState:
         self._engine = engine
         self._node = node
         self._parts = parts
-        cut = [(part.offset, part.nbytes, part.owned) for part in parts]
-        self._mark = zlib.crc32(msgspec.msgpack.encode((node, codec, dtype, cut)))
+        layout = [(part.offset, part.nbytes, part.owned) for part in parts]
+        self._fingerprint = zlib.crc32(msgspec.msgpack.encode((node, codec, dtype, layout)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the saved state."""
-        return _MARK.size + sum(_WORDS.size + sum(nbytes for _, nbytes in part.arrays) for part in self._parts)
+        return _HEADER.size + sum(_WORDS.size + sum(nbytes for _, nbytes in part.arrays) for part in self._parts)
 
     def save(self, address: int) -> None:
         """Write the state to *address*, where there are `nbytes`."""
         at = address
-        for data in (_MARK.pack(_MAGIC, self._mark), *self._pieces()):
+        for data in (_HEADER.pack(_MAGIC, self._fingerprint), *self._pieces()):
             if isinstance(data, bytes):
                 ctypes.memmove(at, data, len(data))
                 at += len(data)
@@ -69,19 +69,17 @@ class CodedState:
     def load(self, address: int, nbytes: int) -> None:
         """Load the state from *nbytes* at *address*.
 
-        Raises
-        ------
-        MismatchError
-            If it is not the state of this unit with its present partitions, codec and owners; nothing has changed.
+        Raises `MismatchError` if it is not the state of this unit with its present partitions, codec and owners;
+        nothing has changed.
         """
         if nbytes != self.nbytes:
             raise MismatchError(f"the state has {nbytes} bytes, but {self.nbytes} on node {self._node}: it belongs to "
                                 "another job, node or compression")
-        magic, mark = _MARK.unpack(ctypes.string_at(address, _MARK.size))
-        if (magic, mark) != (_MAGIC, self._mark):
+        magic, fingerprint = _HEADER.unpack(ctypes.string_at(address, _HEADER.size))
+        if (magic, fingerprint) != (_MAGIC, self._fingerprint):
             raise MismatchError(f"the state is not one of node {self._node} of this job: each node saves and loads its "
                                 "own, with the same ranks, partitions and compression")
-        at = address + _MARK.size
+        at = address + _HEADER.size
         for part in self._parts:
             self._engine.codec_words(part.part, _WORDS.unpack(ctypes.string_at(at, _WORDS.size)))
             at += _WORDS.size

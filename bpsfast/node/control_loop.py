@@ -1,4 +1,4 @@
-"""What the parts of a node need of its control loop, as a Protocol; `main.Node` is the only implementation."""
+"""The interface of a node's control loop for its other parts; `main.Node` implements it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class ControlLoop(Protocol):
     def join(self) -> None:
         """Ask to be admitted with the ranks that have attached; asking again replaces the earlier request."""
 
-    def first_rank_came(self) -> None:
+    def first_rank_attached(self) -> None:
         """Note that the first rank has attached."""
 
     def starter_left(self, rank: int) -> None:
@@ -46,8 +46,8 @@ class ControlLoop(Protocol):
     def send(self, message: Message) -> None:
         """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
 
-    def say(self, message: Message) -> None:
-        """Send *message* to the present scheduler; it may be lost with that."""
+    def send_unrecorded(self, message: Message) -> None:
+        """Send *message* to the present scheduler; it is lost if that dies."""
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True) -> None:
         """End the job with *error*; see `main.Node.fail`."""

@@ -34,10 +34,7 @@ def take(settings: Settings) -> Settings:
 
     Call it before anything else runs, and only in the node's own process: it cannot be undone.
 
-    Raises
-    ------
-    ConfigError
-        If this process may not run on as many CPUs as it is to keep to, or not on those.
+    Raises `ConfigError` if this process may not run on as many CPUs as it is to keep to, or not on those.
     """
     tree = Tree()
     changes: dict[str, int] = {}
@@ -62,17 +59,9 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     Those of *text* ("4-7"), where that names more the idlest; else the idlest of the NUMA node that has most idle time
     for *n*: memory of another node is slow, and slows those who use it. A CPU is as idle as the busiest of its core.
 
-    Parameters
-    ----------
-    idle
-        Idle share of each CPU; None: they are watched for a moment.
-    avoid
-        CPUs that are not taken.
+    *idle*: idle share of each CPU; None: they are watched for a moment. *avoid*: CPUs that are not taken.
 
-    Raises
-    ------
-    ConfigError
-        If there are not so many.
+    Raises `ConfigError` if there are not so many.
     """
     allowed = numa.allowed_cpus(tree)
     named = parse_cpus(text)
@@ -124,7 +113,7 @@ def _yield_to_all(thread: int) -> None:
 
 
 def _yield_as_group(tree: Tree) -> None:
-    """Do the same for the session, where the kernel shares CPUs out among sessions first (sched_autogroup)."""
+    """Lower the weight of the session, where the kernel divides CPUs among sessions first (sched_autogroup)."""
     if not tree.number("proc/sys/kernel/sched_autogroup_enabled"):
         return
     if os.getsid(0) != os.getpid():

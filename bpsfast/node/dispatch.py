@@ -33,7 +33,7 @@ Event = tuple[int, int, int, int, int, int, int]
 
 
 class Write(NamedTuple):
-    """One write to one node: the bytes of `part` in `round`. `place`: see `write_order`; `flags` as in lane entries.
+    """One write to one node: the bytes of `part` in `round`. `send_key`: see `WriteOrder`; `flags` as in lane entries.
 
     `since_ns`: when it was ready to be sent, if that is traced.
     """
@@ -43,7 +43,7 @@ class Write(NamedTuple):
     flags: int
     address: int
     nbytes: int
-    place: SendKey
+    send_key: SendKey
     since_ns: int = 0
 
 
@@ -55,14 +55,6 @@ class ResultResend(NamedTuple):
     round: int
     address: int
     nbytes: int
-
-
-class Destination:
-    """A node behind a wire: its link, and the last write of each part, in case it has to be repeated."""
-
-    def __init__(self, link: WireLink) -> None:
-        self.link = link
-        self.posted: dict[int, Write] = {}
 
 
 class Dispatcher:
@@ -87,9 +79,10 @@ class Dispatcher:
         self._engine = engine
         self._on_lost = on_lost
         self._sends = sends
-        self._card: NicQueue[Write] = NicQueue(credit_nbytes)
+        self._nic_queue: NicQueue[Write] = NicQueue(credit_nbytes)
         self._credit_nbytes = credit_nbytes
-        self._destinations: dict[int, Destination] = {}
+        self._links: dict[int, WireLink] = {}  # by source
+        self._posted: dict[int, dict[int, Write]] = {}  # by source: the last write of each part, to be repeated if lost
         self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
         self._order: tuple[int, ...] = ()
         self._first_parts: Mapping[int, int] = {}
@@ -99,7 +92,7 @@ class Dispatcher:
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
-        self._n_events = self._n_batches = self._n_partitions = self._n_reconnects = self._n_lent = 0
+        self._n_events = self._n_batches = self._n_partitions = self._n_reconnects = self._n_resent = 0
         self._cpu_ns = self._peak_queued = 0
 
     # -- any thread but the service's; all but `hold` and `abandon` take effect in this order, before later events -----
@@ -108,14 +101,14 @@ class Dispatcher:
         """Start the thread."""
         self._thread.start()
 
-    def add(self, source: int, link: WireLink, place: int = 0) -> None:
-        """Add the node that the engine knows as *source*; *place* as in `NicQueue.add`. Returns when that is done.
+    def add(self, source: int, link: WireLink, turn: int = 0) -> None:
+        """Add the node that the engine knows as *source*; return when that is done. *turn*: `place` of `NicQueue.add`.
 
         Raises `StallError` as `replace_link` does.
         """
         def add() -> None:
-            self._destinations[source] = Destination(link)
-            self._card.add(source, place)
+            self._links[source], self._posted[source] = link, {}
+            self._nic_queue.add(source, turn)
 
         if self._thread.is_alive():
             self._do_now(add)
@@ -133,13 +126,13 @@ class Dispatcher:
 
         def commit() -> None:
             self._order, self._first_parts, self._readers = order, first_parts, readers
-            self._card.plan(shares)
+            self._nic_queue.plan(shares)
 
         self._commands.append(commit)
 
     def retire(self, parts: Collection[int], shares: Mapping[int, int]) -> None:
         """Forget *parts* as `forget` does: their numbers will be used again. *shares* as in `commit`, without them."""
-        self._commands.append(partial(self._card.plan, dict(shares)))
+        self._commands.append(partial(self._nic_queue.plan, dict(shares)))
         self.forget(parts)
 
     def forget(self, parts: Collection[int]) -> None:
@@ -151,8 +144,8 @@ class Dispatcher:
         def forget() -> None:
             for part in parts:
                 self._write_order.forget(part)
-                for destination in self._destinations.values():
-                    destination.posted.pop(part, None)
+                for posted in self._posted.values():
+                    posted.pop(part, None)
 
         self._do(forget)
 
@@ -160,14 +153,14 @@ class Dispatcher:
         """Allow *nbytes* under way to one node from now on."""
         def set_credit() -> None:
             self._credit_nbytes = nbytes
-            self._card.set_credit(nbytes)
+            self._nic_queue.set_credit(nbytes)
 
         self._do(set_credit)
 
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `replace_link`: its link is about to be closed. Takes effect at once."""
-        self._card.hold(source)
-        self._engine.wake()  # others may have its turn
+        self._nic_queue.hold(source)
+        self._engine.wake()  # the next write may be another node's
 
     def replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
         """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
@@ -176,29 +169,27 @@ class Dispatcher:
         before. Its bytes are still in place: a partial until its result is published, a result until the round after
         the next, and both need what was not delivered. Returns when that is done.
 
-        Raises
-        ------
-        StallError
-            If the service does not answer.
+        Raises `StallError` if the service does not answer.
         """
         self._do_now(partial(self._replace_link, source, link, awaited))
 
     def drop(self, source: int) -> None:
         """Post nothing more to *source*, which is lost, and forget what waits for it."""
-        if source in self._destinations:
+        if source in self._links:
             def drop() -> None:
-                self._destinations.pop(source, None)
-                self._card.remove(source)
+                self._links.pop(source, None)
+                self._posted.pop(source, None)
+                self._nic_queue.remove(source)
 
-            self._card.hold(source)
+            self._nic_queue.hold(source)
             self._do(drop)
 
     def resend(self, resend: ResultResend) -> None:
         """Write a result to a node that lacks it, after its owner is lost. After `commit`."""
         def put() -> None:
             self._put(resend.source, Write(resend.part, resend.round, 0, resend.address, resend.nbytes,
-                                           self._place_of(resend.part, is_result=True), time.monotonic_ns()))
-            self._n_lent += 1
+                                           self._send_key_of(resend.part, is_result=True), time.monotonic_ns()))
+            self._n_resent += 1
 
         self._do(put)
 
@@ -241,13 +232,13 @@ class Dispatcher:
             "batches": self._n_batches,
             "partitions": self._n_partitions,
             "reconnects": self._n_reconnects,
-            "lent": self._n_lent,
+            "lent": self._n_resent,
             "cpu_ns": self._cpu_ns,
-            "queued": self._card.queued,
+            "queued": self._nic_queue.queued,
             "peak_queued": self._peak_queued,
             "credit_nbytes": self._credit_nbytes,
-            "in_flight_nbytes": self._card.in_flight_nbytes,
-            "peak_in_flight_nbytes": self._card.peak_nbytes,
+            "in_flight_nbytes": self._nic_queue.in_flight_nbytes,
+            "peak_in_flight_nbytes": self._nic_queue.peak_nbytes,
         }
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -282,17 +273,17 @@ class Dispatcher:
         batch, self._events = self._events, []
         now_ns = time.monotonic_ns() if self._sends is not None else 0
         for kind, source, part, round_, code, address, nbytes in batch:
-            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._destinations:
+            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._links:
                 continue  # it is lost; the new owner gets the write
             if kind == EVENT_DELIVERED:
-                self._card.release(source, nbytes)
+                self._nic_queue.release(source, nbytes)
             elif kind == EVENT_FORWARD:
-                place = self._place_of(part, is_result=False)
-                self._put(source, Write(part, round_, code, address, nbytes, place, now_ns))
+                key = self._send_key_of(part, is_result=False)
+                self._put(source, Write(part, round_, code, address, nbytes, key, now_ns))
                 self._n_partitions += 1
             elif kind == EVENT_RESULT:
-                place = self._place_of(part, is_result=True)
-                write = Write(part, round_, code, address, nbytes, place, now_ns)
+                key = self._send_key_of(part, is_result=True)
+                write = Write(part, round_, code, address, nbytes, key, now_ns)
                 for peer in self._readers[part]:
                     self._put(peer, write)
                 self._n_partitions += 1
@@ -300,55 +291,53 @@ class Dispatcher:
                 self._lose(source, code)
         self._n_events += len(batch)
 
-    def _place_of(self, part: int, is_result: bool) -> SendKey:
+    def _send_key_of(self, part: int, is_result: bool) -> SendKey:
         rank = self._order[self._first_parts[part]]
-        return self._write_order.enter(part, rank, is_result, self._card.first_order)
+        return self._write_order.enter(part, rank, is_result, self._nic_queue.first_order)
 
     def _urgent_order(self, write: Write) -> int:
         """Return the order of *write* by urgency where it has none (fifo): traces show what ignoring it costs."""
         return order_of(write.round, self._order[self._first_parts[write.part]], False)
 
     def _put(self, source: int, write: Write) -> None:
-        self._card.put(source, write, order=write.place.order, key=write.place.key, nbytes=write.nbytes)
+        self._nic_queue.put(source, write, order=write.send_key.order, key=write.send_key.key, nbytes=write.nbytes)
 
     def _pump(self) -> None:
         """Post what credit allows."""
-        while not self._abandoned and (found := self._card.pop()) is not None:
+        while not self._abandoned and (found := self._nic_queue.pop()) is not None:
             source, write = found
-            destination = self._destinations[source]
-            destination.posted[write.part] = write
+            self._posted[source][write.part] = write
             if self._sends is not None:
                 self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
-                                write.place.order or self._urgent_order(write))
-            lane = destination.link.stream_of(write.part)
+                                write.send_key.order or self._urgent_order(write))
+            stream = self._links[source].stream_of(write.part)
             try:
-                lane.post(write.part, write.round, write.flags, write.address, write.nbytes)
+                stream.post(write.part, write.round, write.flags, write.address, write.nbytes)
             except ValueError:
-                if not (self._abandoned or self._card.is_held(source)):  # else it was cut after the check
+                if not (self._abandoned or self._nic_queue.is_held(source)):  # else it was cut after the check
                     raise
-        self._peak_queued = max(self._peak_queued, self._card.queued)
+        self._peak_queued = max(self._peak_queued, self._nic_queue.queued)
 
     def _replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
-        self._events += self._engine.events(0.0)  # all that the old link, which is closed, had still to say
+        self._events += self._engine.events(0.0)  # the last events of the old link, which is closed
         self._run_commands()  # those that came before these events: partitions of a commit, others that are retired
         self._handle_events()
-        destination = self._destinations.get(source)
-        if destination is None:
+        if source not in self._links:
             return  # it was lost meanwhile: there is nothing to write
-        destination.link = link
+        self._links[source], posted = link, self._posted[source]
         link.start(self._engine, source)
-        self._card.resume(source)
+        self._nic_queue.resume(source)
         for part, round_ in awaited.items():
-            write = destination.posted.get(part)
+            write = posted.get(part)
             if write is not None and write.round == round_:
-                del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
+                del posted[part]  # queued below: a link that ends before must not queue it once more
                 self._put(source, write)
         self._pump()
         self._n_reconnects += 1
 
     def _lose(self, source: int, code: int) -> None:
-        if source in self._destinations:
-            if self._card.is_held(source):
+        if source in self._links:
+            if self._nic_queue.is_held(source):
                 return  # it is being replaced or dropped, or this comes from another of its streams
-            self._card.hold(source)
+            self._nic_queue.hold(source)
         self._on_lost(source, code)

@@ -1,14 +1,14 @@
 """One thread's loop over sockets, descriptors and timers, and stop signals (SIGTERM, SIGINT) turned into calls."""
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
@@ -84,25 +84,17 @@ class EventLoop:
             self._call(self._calls.popleft())
 
 
-class StopSignals:
+@contextlib.contextmanager
+def stop_signals(handler: Callable[[str], None]) -> Iterator[None]:
     """While entered, SIGTERM and SIGINT call *handler* with the signal's name. Has no effect outside the main thread.
 
     The handler runs between two bytecodes of the main thread: it should only record the signal.
     """
-
-    def __init__(self, handler: Callable[[str], None]) -> None:
-        self._handler = handler
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._caught)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self._handler(signal.Signals(number).name)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, lambda caught, _: handler(signal.Signals(caught).name))
+              for number in ((signal.SIGTERM, signal.SIGINT) if is_main else ())}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -1,4 +1,4 @@
-"""A plan as this node has prepared it: what each unit uses, where results appear, which peers it still waits for."""
+"""Records a plan that this node has prepared: what each unit uses, where results appear, which peers are awaited."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,10 +37,7 @@ class ParameterStores:
     def take(self, unit: UnitPlan, part: PartPlan, coming_nbytes: int) -> ParameterStore:
         """Return the store of *part*, which this node owns, for one more worker; *coming_nbytes*: see `Arena.allocate`.
 
-        Raises
-        ------
-        CapacityError
-            If there is no memory for it.
+        Raises `CapacityError` if there is no memory for it.
         """
         key = unit.store_unit, part.offset
         if key not in self._stores:
@@ -54,7 +51,7 @@ class ParameterStores:
 
         spec = unit.store
         assert spec is not None, "only called for units with a store"
-        kernel, nbytes = stores.address(unit.dtype), kept_nbytes(unit, part)
+        kernel, nbytes = stores.address(unit.dtype), stored_nbytes(unit, part)
         place, _ = self._arena.allocate(nbytes, coming_nbytes)
         half = nbytes // 2 if has_momentum(spec) else 0
         try:
@@ -78,7 +75,7 @@ class ParameterStores:
         self._stores = {key: other for key, other in self._stores.items() if other is not store}
 
 
-def kept_nbytes(unit: UnitPlan, part: PartPlan) -> int:
+def stored_nbytes(unit: UnitPlan, part: PartPlan) -> int:
     """Return the bytes of weights and momentum that the owner of *part* keeps."""
     if unit.store is None:
         return 0
@@ -142,7 +139,7 @@ class Generation:
     extents: dict[int, Extent] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
-    is_owner_change: bool = False  # of committed units: their owners change (`succession`)
+    is_owner_change: bool = False  # its units are committed, and only their owners change
 
     @property
     def names(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""GPUDirect: which partitions network cards read and write in the memory of a rank's device, and why others not.
+"""Decides which partitions network cards read and write directly in a rank's device memory (GPUDirect).
 
 A rank shares memory of its device, which is registered with all cards in use; the node has addresses for it (`Shadow`)
 but cannot read it. So a partition can be sent from there if this node need not read it: another node, reached by RDMA,
@@ -57,10 +57,7 @@ class GpuDirect:
     def register(self, local_rank: int, message: ShareDevice, fd: int) -> Chunk:
         """Register the memory behind *fd*, which this object closes in any case, and return its chunk.
 
-        Raises
-        ------
-        ConfigError, UnsupportedError, CapacityError
-            With the reason; nothing was registered.
+        Raises `ConfigError`, `UnsupportedError` or `CapacityError` with the reason; nothing was registered.
         """
         shadow = None
         try:

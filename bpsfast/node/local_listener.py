@@ -74,7 +74,7 @@ class LocalListener:
         self._on_peer = on_peer
         self._timeout_s = timeout_s
         self._refusals = RateLimitedLog(log)
-        self._strangers: HandshakeLimiter[MessageSocket] = HandshakeLimiter()
+        self._unauthenticated: HandshakeLimiter[MessageSocket] = HandshakeLimiter()
         self._waiting: list[tuple[MessageSocket, shm.PeerHello]] = []
         self._proofs: set[bytes] = set()
         self._half: dict[MessageSocket, tuple[int, Segment]] = {}
@@ -82,7 +82,7 @@ class LocalListener:
         self._closed = self._is_watched = self._is_paused = self._has_warned = self._sweeps = self._makes_room = False
         self._listen()
 
-    def know(self, index: int, epochs: Epochs, shm_endpoint: shm.ShmEndpoint) -> None:
+    def set_node(self, index: int, epochs: Epochs, shm_endpoint: shm.ShmEndpoint) -> None:
         """Set which node this is: from now on other nodes of this host are answered."""
         self._me = index, epochs, shm_endpoint
         waiting, self._waiting = self._waiting, []
@@ -96,7 +96,7 @@ class LocalListener:
         self._closed = True
         self._loop.forget(self._listener.fileno())
         self._listener.close()
-        for link in self._strangers:
+        for link in self._unauthenticated:
             self._drop(link)
         for link, _ in self._waiting:
             link.close()
@@ -106,7 +106,7 @@ class LocalListener:
 
     def _listen(self) -> None:
         """Watch the listener while there is room for another connection."""
-        is_wanted = not self._closed and not self._is_paused and self._strangers.has_room
+        is_wanted = not self._closed and not self._is_paused and self._unauthenticated.has_room
         if is_wanted and not self._is_watched:
             self._loop.watch(self._listener.fileno(), self._accept)
         elif self._is_watched and not is_wanted and not self._closed:
@@ -125,22 +125,22 @@ class LocalListener:
         self._guard(link, self._admit, link)
 
     def _admit(self, link: MessageSocket) -> None:
-        check_user(link)  # first: other users must not use up the room of this user's processes
-        self._strangers.add(link, f"process {link.peer[0]}", time.monotonic())
+        shm.check_user(link)  # first: other users must not use up the room of this user's processes
+        self._unauthenticated.add(link, f"process {link.peer[0]}", time.monotonic())
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
         self._listen()
         self._sweep_later()
-        if not self._strangers.has_room and not self._makes_room:
+        if not self._unauthenticated.has_room and not self._makes_room:
             self._makes_room = True
             self._make_room()
 
     def _make_room(self) -> None:
         """While there is no room, cut off one connection for each one that waits in the backlog."""
-        if self._closed or self._strangers.has_room:
+        if self._closed or self._unauthenticated.has_room:
             self._makes_room = False
             return
         if select.select([self._listener], [], [], 0)[0]:
-            going = self._strangers.one_to_go(time.monotonic())
+            going = self._unauthenticated.one_to_go(time.monotonic())
             if going is not None:
                 self._guard(going, self._give_up, going, "while others waited to connect")
         self._loop.call_at(time.monotonic() + RECHECK_S, self._make_room)
@@ -160,14 +160,14 @@ class LocalListener:
         self._listen()
 
     def _sweep_later(self) -> None:
-        if not self._sweeps and self._strangers:
+        if not self._sweeps and self._unauthenticated:
             self._sweeps = True
             self._loop.call_at(time.monotonic() + _SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
         """Refuse connections that have not authenticated in time."""
         self._sweeps = False
-        for link in self._strangers.overdue(time.monotonic(), self._timeout_s):
+        for link in self._unauthenticated.overdue(time.monotonic(), self._timeout_s):
             self._guard(link, self._give_up, link, f"within {self._timeout_s:g} s")
         self._sweep_later()
 
@@ -179,8 +179,6 @@ class LocalListener:
         if proof in self._proofs:
             raise ProtocolError(f"{who} has connected before: a proof of the job's key counts once")
         self._proofs.add(proof)
-
-    # -- internal -----------------------------------------------------------------------------------------
 
     def _read(self, link: MessageSocket) -> None:
         received = [(message, list(fds)) for message, fds in link.recv_nowait()]
@@ -197,7 +195,7 @@ class LocalListener:
     def _authenticate(self, link: MessageSocket, message: messages.Message, fds: list[int]) -> None:
         """Handle the first message of a connection; descriptors that are kept are taken out of *fds*."""
         if isinstance(message, messages.Attach):
-            check_user(link)
+            shm.check_user(link)
             check_proof(self._job_key, message.pid, message.local_rank, message.proof)
             if len(fds) != 1:
                 raise ProtocolError(f"process {message.pid} attached with {len(fds)} descriptors, expected its pidfd")
@@ -205,7 +203,7 @@ class LocalListener:
             self._on_rank(link, message, fds[0])
             fds.clear()
         elif isinstance(message, messages.AttachServer):
-            check_user(link)
+            shm.check_user(link)
             check_proof(self._job_key, message.pid, -1, message.proof)
             self._once(message.proof, f"server process {message.pid}")
             self._hand_over(link)
@@ -234,7 +232,7 @@ class LocalListener:
         index, epochs, shm_endpoint = self._me
         lane = shm.welcome(self._job_key, hello, link, index, epochs, shm_endpoint)
         self._half[link] = hello.source, lane
-        if link not in self._strangers:
+        if link not in self._unauthenticated:
             self._admit(link)
 
     def _guard(self, link: MessageSocket, action: Callable[..., None], *arguments: object) -> None:
@@ -252,7 +250,7 @@ class LocalListener:
     def _hand_over(self, link: MessageSocket) -> None:
         """Stop reading *link*: another object owns it from here on, and trusts it."""
         link.frame_max_nbytes = MAX_NBYTES
-        if self._strangers.remove(link):
+        if self._unauthenticated.remove(link):
             self._loop.forget(link.fileno())
             self._listen()
 
@@ -262,13 +260,6 @@ class LocalListener:
         if lane is not None:
             lane.close()
         link.close()
-
-
-def check_user(link: MessageSocket) -> None:
-    """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
-    pid, uid = link.peer
-    if uid not in (os.getuid(), 0):
-        raise ConfigError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: start both as one user")
 
 
 def check_proof(job_key: bytes, pid: int, local_rank: int, proof: bytes) -> None:

@@ -40,7 +40,7 @@ class LocalRank:
         self.left = False
         self.dead = False
         self.source = -1
-        self.came = message
+        self.attach = message
         self.affinity = CpuAffinity()
         self.lane = Segment(ring.LANE_NBYTES, name="bpsfast-lane", huge=False)
         ring.format_lane(self.lane)

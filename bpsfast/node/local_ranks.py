@@ -41,25 +41,24 @@ class LocalRanks:
         self._fingerprint = dict(fingerprint)
         self._expected = settings.local_size
         self._servers: list[MessageSocket] = []
-        self._writing: set[int] = set()
         self._attached = False
         self._has_affinity = False
-        self._departed: messages.FirstRankLeft | None = None
+        self._first_left: messages.FirstRankLeft | None = None
 
     @property
     def n_servers(self) -> int:
         """Server processes that have attached."""
         return len(self._servers)
 
-    def wished_ranks(self) -> tuple[int, ...]:
+    def requested_ranks(self) -> tuple[int, ...]:
         """Return the global ranks that the local ranks request (-1: any); empty until all have attached."""
         return tuple(rank.rank for rank in self.ranks) if self.ranks and len(self.ranks) == self._expected else ()
 
     def set_affinity(self, node_affinity: NodeAffinity) -> None:
         """Choose CPUs and memory for each rank, once all have attached; raises `ConfigError` as `NodeAffinity.of`."""
-        if self.wished_ranks() and not self._has_affinity:
+        if self.requested_ranks() and not self._has_affinity:
             self._has_affinity = True
-            for rank, affinity in zip(self.ranks, node_affinity.of([rank.came for rank in self.ranks])):
+            for rank, affinity in zip(self.ranks, node_affinity.of([rank.attach for rank in self.ranks])):
                 rank.set_affinity(affinity)
 
     def missing(self) -> str:
@@ -67,9 +66,7 @@ class LocalRanks:
         here = {rank.local_rank for rank in self.ranks}
         return "local rank " + ", ".join(str(number) for number in range(max(1, self._expected)) if number not in here)
 
-    # -- attaching ----------------------------------------------------------------------------------------
-
-    def rank_came(self, link: MessageSocket, message: messages.Attach, pidfd: int) -> None:
+    def attach_rank(self, link: MessageSocket, message: messages.Attach, pidfd: int) -> None:
         """Attach a rank, or raise the reason against it. When the last one has attached, the node joins the job."""
         check_attach(message, self._package, self._fingerprint)
         if self._node.admitted:
@@ -86,7 +83,7 @@ class LocalRanks:
                     f"local rank {message.local_rank} is process {other.pid} already, now process {message.pid} claims "
                     "it: two machines of a job on one host need different BPSFAST_NODE_ID, on their ranks and nodes")
         if not self.ranks:
-            self._node.first_rank_came()
+            self._node.first_rank_attached()
         rank = LocalRank(link, message, pidfd, self._node.runtime.regions)
         self.ranks.append(rank)
         self.ranks.sort(key=lambda each: each.local_rank)
@@ -95,14 +92,14 @@ class LocalRanks:
         if len(self.ranks) == self._expected:
             self._loop.call_soon(self._node.join)
 
-    def server_came(self, link: MessageSocket, message: messages.AttachServer) -> None:
+    def attach_server(self, link: MessageSocket, message: messages.AttachServer) -> None:
         """Attach a server process, which found the machine's node running, until the job ends."""
         if message.version != messages.VERSION:
             raise ConfigError(f"protocol version: server process {message.pid} has {message.version}, the node "
                               f"{messages.VERSION}")
         self._servers.append(link)
         self._loop.watch(link.fileno(), lambda: self._server_left(link))
-        if not self._node.admitted and (self._expected <= 0 or self.wished_ranks()):
+        if not self._node.admitted and (self._expected <= 0 or self.requested_ranks()):
             self._loop.call_soon(self._node.join)
 
     def admitted(self, me: messages.NodeInfo) -> None:
@@ -125,8 +122,8 @@ class LocalRanks:
                 settings=self._fingerprint, machines=machines, cpus=format_cpus(rank.affinity.cpus),
                 job=welcome.job),
                 runtime.fds_for(rank))
-        if self._departed is not None:
-            self.tell_all(self._departed)
+        if self._first_left is not None:
+            self.tell_all(self._first_left)
 
     # -- messages from ranks ------------------------------------------------------------------------------
 
@@ -135,7 +132,7 @@ class LocalRanks:
             received = rank.channel.recv_nowait()
         except PeerLostError:
             self._loop.forget(rank.channel.fileno())
-            self._loop.call_at(time.monotonic() + _EXIT_DELAY_S, lambda: self._cut(rank))
+            self._loop.call_at(time.monotonic() + _EXIT_DELAY_S, lambda: self._channel_ended(rank))
             return
         except ProtocolError as exc:
             self._loop.forget(rank.channel.fileno())
@@ -226,7 +223,7 @@ class LocalRanks:
             self._lose(rank, "died without leaving")
         rank.dead = True
 
-    def _cut(self, rank: LocalRank) -> None:
+    def _channel_ended(self, rank: LocalRank) -> None:
         if not rank.left:
             self._lose(rank, "closed its channel without leaving")
 
@@ -256,9 +253,9 @@ class LocalRanks:
         for rank in self.ranks:
             rank.tell(message)
 
-    def departed(self, message: messages.FirstRankLeft) -> None:
+    def first_rank_left(self, message: messages.FirstRankLeft) -> None:
         """Tell every rank that a rank has left; ranks that are not attached yet are told then."""
-        self._departed = message
+        self._first_left = message
         if self._attached:
             self.tell_all(message)
 

@@ -46,7 +46,7 @@ from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
 from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
-from .event_loop import EventLoop, StopSignals
+from .event_loop import EventLoop, stop_signals
 from .local_ranks import LocalRanks
 from .metrics import Reading, Status
 from .peers import GRACE_S, Peers
@@ -87,15 +87,9 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and any other
     process returns 0 at once: the ranks attach to the existing node.
 
-    Parameters
-    ----------
-    host
-        The machine; a recorded one in tests.
-    is_awaited
-        A rank started this process, and cannot end before it does: log for which ranks it waits.
-    awaits_ranks
-        `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this process ends it
-        if no rank attaches.
+    *host*: the machine; a recorded one in tests. *is_awaited*: a rank started this process, and cannot end before it
+    does: log for which ranks it waits. *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now.
+    The launcher that started this process ends it if no rank attaches.
     """
     logs.configure(settings.log_level, "node" if settings.local_size else "helper")
     key = bytes.fromhex(settings.job_key)
@@ -115,7 +109,10 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
 
 
 class Node:
-    """The control loop; implements `ControlLoop`. Made and run by one thread; owns everything it makes."""
+    """The control loop of a node. Implements `ControlLoop`, which describes what the other parts call.
+
+    Made and run by one thread; owns everything it makes.
+    """
 
     def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
                  is_awaited: bool = False, awaits_ranks: bool = False) -> None:
@@ -128,8 +125,8 @@ class Node:
         self._loop = EventLoop(self._broken)
         self._local_ranks = LocalRanks(self, self._loop, settings, __version__, self._fingerprint)
         self._local_listener = local_listener.LocalListener(
-            self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
-            lambda link: self._peers.came(link))
+            self._loop, listener, key, self._local_ranks.attach_rank, self._local_ranks.attach_server,
+            lambda link: self._peers.add_shm_link(link))
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
@@ -161,7 +158,7 @@ class Node:
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
-            messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.visit,
+            messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.probe,
             messages.RejoinRequest: self._scheduler_failover.recalled,
             messages.Resume: self._scheduler_failover.resumed,
             messages.Rates: self._peers.rates_known,
@@ -173,18 +170,16 @@ class Node:
             messages.BarrierDone: self._local_ranks.tell_all, messages.StallReportRequest: self._on_stall_ask,
             messages.StallAnswer: self._on_answer, messages.LagReportRequest: self._on_lag_ask,
             messages.LagAnswer: self._on_answer, messages.KeyValueReply: self._on_answer,
-            messages.FirstRankLeft: self._local_ranks.departed, messages.Abort: self._on_abort,
+            messages.FirstRankLeft: self._local_ranks.first_rank_left, messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
-
-    # -- life ---------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Serve until the job ends; return the exit code."""
         if not self._awaits_ranks:
             self._gather()
         self._export()
-        with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
+        with stop_signals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
             try:
                 if self._settings.local_size <= 0:
                     self.join()
@@ -201,14 +196,12 @@ class Node:
         """Start the timeout of the ranks of this machine to attach."""
         self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
 
-    def first_rank_came(self) -> None:
-        """Note that the first rank has attached."""
+    def first_rank_attached(self) -> None:
         report("attached")
         if self._awaits_ranks:
             self._gather()
 
     def join(self) -> None:
-        """Ask to be admitted with the ranks that have attached; asking again replaces the earlier request."""
         if self._membership is None:
             host, port = self._scheduler
             self._membership = SchedulerClient(
@@ -217,17 +210,15 @@ class Node:
                 pulse_s=self._settings.helper_lease_s / 4, asks_time=bool(self._settings.trace_dir))
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
-        ranks = self._local_ranks.wished_ranks()
+        ranks = self._local_ranks.requested_ranks()
         self._local_ranks.set_affinity(self._affinity)
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=ranks,
             server_processes=self._local_ranks.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
             shm_name=self._local_listener.name.lstrip(b"\0").decode(), settings=self._fingerprint,
-            page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._capacity.nic_rate_bytes,
-            nic_limit_bytes=self._capacity.nic_limit_bytes, sum_rate_bytes=self._capacity.sum_rate_bytes,
-            probes=self._capacity.probes, copy_rate_bytes=self._capacity.copy_rate_bytes,
-            room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes))
+            page_nbytes=PAGE_NBYTES, room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes,
+            **self._capacity._asdict()))
 
     def _watch(self, *sockets: zmq.Socket[bytes]) -> None:
         for sock in self._dialled:
@@ -238,31 +229,25 @@ class Node:
 
     @property
     def admitted(self) -> bool:
-        """Whether the scheduler has closed the job's list of members."""
         return self._welcome is not None
 
     @property
     def ending(self) -> bool:
-        """Whether the job is over for this node, well or not."""
         return self._exit_code is not None
 
     @property
     def is_without_scheduler(self) -> bool:
-        """Whether the scheduler is lost, and no other one has yet taken over."""
         return self._scheduler_failover.lasts
 
     @property
     def runtime(self) -> NodeRuntime:
-        """The engine and what it needs."""
         return self._runtime
 
     def send(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
         self._control_log.said(message)
-        self.say(message)
+        self.send_unrecorded(message)
 
-    def say(self, message: messages.Message) -> None:
-        """Send *message* to the present scheduler; it may be lost with that."""
+    def send_unrecorded(self, message: messages.Message) -> None:
         self._n_control += 1
         if self._membership is not None:
             self._membership.send(message)
@@ -271,14 +256,9 @@ class Node:
              level: int | None = None, code: int | None = None) -> None:
         """End the job with *error* on all ranks.
 
-        Parameters
-        ----------
-        who, reason, tell
-            The scheduler is told that *who* (default: this node) is lost for *reason*; not *tell*: it knows.
-        level
-            Of the log line; by default an error if no other process reports it.
-        code
-            The exit code, by default that of `code_of_daemon`.
+        *who*, *reason*, *tell*: the scheduler is told that *who* (default: this node) is lost for *reason*; not *tell*:
+        it knows. *level*: of the log line; by default an error if no other process reports it. *code*: the exit code,
+        by default that of `code_of_daemon`.
         """
         if self._exit_code is not None:
             return
@@ -313,22 +293,24 @@ class Node:
         self._local_listener.close()
 
     def starter_left(self, rank: int) -> None:
-        """Note that *rank*, whose process started this one, has left: if it waits long for others, log for which."""
         self._starter_left_at = time.monotonic()
         if self._is_awaited:
-            self._loop.call_at(self._starter_left_at + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
+            self._ask_later_who_remains(rank)
+
+    def _ask_later_who_remains(self, rank: int) -> None:
+        """Ask the scheduler, after a while, for which ranks *rank* waits; the answer is logged."""
+        self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
 
     def _ask_who_remains(self, rank: int) -> None:
         if self._exit_code is None:
-            self.say(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
-            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
+            self.send_unrecorded(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0,
+                                                        name=messages.THE_END))
+            self._ask_later_who_remains(rank)
 
     def count_message(self) -> None:
-        """Count a message of a peer."""
         self._n_control += 1
 
     def counters(self) -> dict[str, int]:
-        """Return everything that is counted here."""
         return self._runtime.flat_counters(self._n_control) | {
             "recoveries": self._recovery.count, "joined": self._recovery.n_joined}
 
@@ -353,7 +335,6 @@ class Node:
         return future.result()
 
     def leave_rdma(self, index: int, reason: str) -> bool:
-        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; return whether that is possible."""
         return self._peers.leave_rdma(index, reason)
 
     def _send_heartbeat(self) -> None:
@@ -380,7 +361,6 @@ class Node:
         self._scheduler_failover.begin(self._membership.address)
 
     def catch_up(self) -> None:
-        """Handle everything that the scheduler has sent until now."""
         self._send_heartbeat()
         while self._unread:
             message = self._unread.pop(0)
@@ -423,7 +403,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
     def _role(self, welcome: messages.Welcome) -> str:
@@ -504,7 +483,7 @@ class Node:
         self._local_ranks.admitted(message.nodes[message.index])
         self._epochs.begin(message.epoch)
         self._peers.welcomed(message)
-        self._local_listener.know(message.index, self._epochs, self._runtime.shm_endpoint)
+        self._local_listener.set_node(message.index, self._epochs, self._runtime.shm_endpoint)
         if self._exporter is not None:
             me = message.nodes[message.index]
             self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))
@@ -531,7 +510,7 @@ class Node:
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
     def _on_finish(self, message: messages.Finish) -> None:
-        self.say(messages.FinishAck())
+        self.send_unrecorded(messages.FinishAck())
         self._finish()
 
     def _finish(self) -> None:

@@ -17,18 +17,23 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from .._version import __version__
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
 from ..orchestration.messages import VERSION, LagRow
 from .event_loop import EventLoop
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 log = logging.getLogger("bpsfast.node")
 
@@ -43,7 +48,8 @@ _LOOK_S = 0.5
 #: A port that stays in use for this long is reported: another node of this host may still have to release it.
 _TAKEN_S = 5.0
 #: Timeout of a client that sends nothing.
-_PATIENCE_S = 10.0
+_CLIENT_TIMEOUT_S = 10.0
+_NS = 1e-9
 
 
 def check(settings: Settings) -> None:
@@ -67,11 +73,12 @@ def _has_library() -> bool:
 
 
 class Exporter:
-    """Serves what *read* returns, None while there is nothing to read. Owned by the control loop's thread.
+    """Serves a node's metrics and health over HTTP, and writes metrics to a file. Owned by the control loop's thread.
 
-    That thread alone calls *read* and *progress*, which returns partitions summed and bytes published: they change with
-    each round. Any thread calls *status*. *n_before*: other nodes of the job that are taken to be on this host, before
-    this one; the port is so much higher. A port that is taken is tried again.
+    That thread alone calls *read*, which returns None while there is nothing to read, and *progress*, which returns
+    partitions summed and bytes published: they change with each round. Any thread calls *status*. *n_before*: other
+    nodes of the job that are taken to be on this host, before this one; the port is so much higher. A port that is
+    taken is tried again.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, status: Callable[[], Status],
@@ -93,21 +100,18 @@ class Exporter:
         self._warned = self._closed = False
         collector = Collector(status, self._reading)
         self._metrics = _Metrics(collector) if _has_library() else None
-        self._look()
+        self._check_progress()
 
     def welcomed(self, index: int, n_before: int) -> None:
         """The node is number *index* of the job: listen, and write, where that one does.
 
-        Raises
-        ------
-        ConfigError
-            If two nodes would write one file.
+        Raises `ConfigError` if two nodes would write one file.
         """
         if n_before and self._textfile and "{node}" not in self._textfile:
             raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {self._textfile!r}: several nodes of this host "
                               "would write it; put {node} into the name, which becomes the node's number")
         if self._first_port + n_before != self._port:
-            self._hang_up()
+            self._stop_server()
             self._port = self._first_port + n_before
             self._listen()
         if self._textfile:
@@ -116,12 +120,12 @@ class Exporter:
 
     # -- in the control loop ---------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         if self._closed:
             return
         self._listen()
         self._note()
-        self._loop.call_at(time.monotonic() + _LOOK_S, self._look)
+        self._loop.call_at(time.monotonic() + _LOOK_S, self._check_progress)
 
     def _listen(self) -> None:
         if not self._first_port or self._server is not None:
@@ -171,7 +175,7 @@ class Exporter:
                             type(exc).__name__, exc)
             self._warned = True
 
-    def _hang_up(self) -> None:
+    def _stop_server(self) -> None:
         if self._server is not None:
             self._server.end()
             self._server = None
@@ -183,7 +187,7 @@ class Exporter:
         self._closed = True
         if self._path:
             self._write()
-        self._hang_up()
+        self._stop_server()
 
     # -- in threads of the HTTP server -----------------------------------------------------------------------------
 
@@ -216,14 +220,14 @@ class Exporter:
         """Return status, content type and body."""
         if path == "/healthz":
             age_s = self._status().loop_age_s
-            return _words(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
+            return _plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
         if path == "/readyz":
             why_not = self._status().why_not_ready
-            return _words(503 if why_not else 200, why_not or "in the job, and connected")
+            return _plain_text(503 if why_not else 200, why_not or "in the job, and connected")
         if path not in ("/metrics", "/"):
-            return _words(404, "there are /metrics, /healthz and /readyz")
+            return _plain_text(404, "there are /metrics, /healthz and /readyz")
         if self._metrics is None:
-            return _words(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
+            return _plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
         return 200, *self._metrics.text(accept)
 
 
@@ -234,32 +238,20 @@ class _Metrics:
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         self.registry = CollectorRegistry()
-        self.registry.register(collector)
-        self._process = CollectorRegistry()  # node-exporter has a process of its own: not for its files
-        ProcessCollector(registry=self._process)
+        self._with_process = CollectorRegistry()  # not for files: node-exporter has a process of its own
+        for registry in (self.registry, self._with_process):
+            registry.register(collector)
+        ProcessCollector(registry=self._with_process)
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Return content type and text for a client that takes *accept*."""
         from prometheus_client.exposition import choose_encoder
 
         encode, kind = choose_encoder(accept)
-        both = _Both(self.registry, self._process)
-        return kind, encode(both)
+        return kind, encode(self._with_process)
 
 
-class _Both:
-    """Two registries as one, for an encoder."""
-
-    def __init__(self, *registries: Any) -> None:
-        self._registries = registries
-
-    def collect(self) -> Any:
-        """Yield all metrics."""
-        for registry in self._registries:
-            yield from registry.collect()
-
-
-def _words(code: int, text: str) -> tuple[int, str, bytes]:
+def _plain_text(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
@@ -279,7 +271,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self._thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing aloud of a client that went away amid its answer."""
+        """Log only for debugging: a client may close its connection before it has its answer."""
         log.debug("a question for numbers failed", exc_info=True)
 
     def end(self) -> None:
@@ -290,7 +282,7 @@ class _Server(ThreadingMixIn, TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S
+    timeout = _CLIENT_TIMEOUT_S
     server: _Server
 
     def do_GET(self) -> None:
@@ -298,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
         except Exception as exc:  # it is the scrape that fails, not the job
-            code, kind, body = _words(500, f"{type(exc).__name__}: {exc}")
+            code, kind, body = _plain_text(500, f"{type(exc).__name__}: {exc}")
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -310,12 +302,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: Any) -> None:
         """Log no line for each question."""
-
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-_NS = 1e-9
 
 
 class Member(NamedTuple):
@@ -403,6 +389,24 @@ RANK = (
 )
 
 
+LAG = (
+    Row("bpsfast_lag_max_seconds", "how late a rank was at most", "max_ns", _NS, True),
+    Row("bpsfast_lag_last_ratio", "in which share of units it was the last", "last_ratio", 1, True),
+)
+INPUT = (
+    Row("bpsfast_inputs", "units to which a rank or a peer gave input", "count"),
+    Row("bpsfast_input_lag_seconds", "how late that was, compared to the first one, in all", "total_ns", _NS),
+    Row("bpsfast_input_last", "units of which this input was the last", "n_last"),
+    Row("bpsfast_input_last_seconds", "how late it was then, in all", "last_total_ns", _NS),
+)
+JOB = (
+    Row("bpsfast_recoveries", "how often the job went on without a helper", "n_recoveries"),
+    Row("bpsfast_joined", "helpers that have come to the running job", "n_joined"),
+    Row("bpsfast_epoch", "rises when nodes are lost or have come", "epoch", 1, True),
+    Row("bpsfast_generation", "rises when tensors are added", "generation", 1, True),
+)
+
+
 class Collector:
     """Turns status and readings, with their age in seconds, into metrics, each time anew: nothing is counted twice.
 
@@ -429,38 +433,23 @@ class Collector:
 
     def _status_metrics(self, status: Status, age_s: float | None) -> Iterator[Metric]:
         """Yield what this node is, and whether it does what it should."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        build = GaugeMetricFamily("bpsfast_build_info", "always 1: what runs here",
-                                  labels=["node", "version", "protocol", "python"])
-        build.add_metric([self._node, __version__, str(VERSION), platform.python_version()], 1)
-        yield build
-        if status.job:
-            # bpsfast_job is what bpsfast_job_info was called before: dashboards have it
-            for name in ("bpsfast_job_info", "bpsfast_job"):
-                job = GaugeMetricFamily(name, "always 1: the job's name, the version of bpsfast",
-                                        labels=["node", "name", "version"])
-                job.add_metric([self._node, status.job, __version__], 1)
-                yield job
-        gauges = [("bpsfast_ready", "1: in the job, and connected", not status.why_not_ready),
-                  ("bpsfast_scheduler_connected", "1: the scheduler is heard", status.is_scheduler_connected),
-                  ("bpsfast_control_loop_age_seconds", "since the node's control loop ran", status.loop_age_s)]
+        yield _family("bpsfast_build_info", "always 1: what runs here", ["node", "version", "protocol", "python"],
+                      [([self._node, __version__, str(VERSION), platform.python_version()], 1)])
+        # bpsfast_job is what bpsfast_job_info was called before: dashboards have it
+        for name in ("bpsfast_job_info", "bpsfast_job") if status.job else ():
+            yield _family(name, "always 1: the job's name, the version of bpsfast", ["node", "name", "version"],
+                          [([self._node, status.job, __version__], 1)])
+        yield self._gauge("bpsfast_ready", "1: in the job, and connected", not status.why_not_ready)
+        yield self._gauge("bpsfast_scheduler_connected", "1: the scheduler is heard", status.is_scheduler_connected)
+        yield self._gauge("bpsfast_control_loop_age_seconds", "since the node's control loop ran", status.loop_age_s)
         if age_s is not None:
-            gauges.append(("bpsfast_reading_age_seconds", "how old these numbers are: the control loop may be busy",
-                           age_s))
-        yield from self._gauges(gauges)
+            yield self._gauge("bpsfast_reading_age_seconds", "how old these numbers are: the control loop may be busy",
+                              age_s)
 
-    def _gauges(self, rows: list[tuple[str, str, float]]) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        for name, doc, value in rows:
-            gauge = GaugeMetricFamily(name, doc, labels=["node"])
-            gauge.add_metric([self._node], value)
-            yield gauge
+    def _gauge(self, name: str, doc: str, value: float) -> Metric:
+        return _family(name, doc, ["node"], [([self._node], value)])
 
     def _counted(self, reading: Reading) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         for group, rows in NODE.items():
             yield from _families(rows, ["node"], [([self._node], reading.groups[group])])
         wires = [([self._node, str(peer), kind], reading.groups[f"wire_{peer}"])
@@ -470,77 +459,53 @@ class Collector:
                  for name, counters in reading.groups.items() if name.startswith("rank_")]
         yield from _families(RANK, ["node", "rank"], ranks)
         yield from self._lags(reading)
-        memory = GaugeMetricFamily("bpsfast_segment_bytes", "shared memory by kind", labels=["node", "kind"])
-        for kind, nbytes in reading.memory.items():
-            memory.add_metric([self._node, kind], nbytes)
-        yield memory
-        cpu = CounterMetricFamily("bpsfast_node_cpu_seconds", "CPU time of the node's process", labels=["node"])
-        cpu.add_metric([self._node], time.process_time())
-        yield cpu
-        yield from self._job(reading)
+        yield _family("bpsfast_segment_bytes", "shared memory by kind", ["node", "kind"],
+                      [([self._node, kind], nbytes) for kind, nbytes in reading.memory.items()])
+        yield _family("bpsfast_node_cpu_seconds", "CPU time of the node's process", ["node"],
+                      [([self._node], time.process_time())], is_gauge=False)
+        yield _family("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without it",
+                      ["node", "member", "host", "kind"],
+                      [([self._node, str(each.node), each.host, "helper" if each.is_helper else "ranks"], each.is_there)
+                       for each in reading.members])
+        yield from _families(JOB, ["node"], [([self._node], reading._asdict())])
+        if reading.last_round is not None:
+            monotonic_s, time_s = reading.last_round
+            yield self._gauge("bpsfast_last_round_age_seconds", "since a round ended here, to half a second",
+                              max(0.0, time.monotonic() - monotonic_s))
+            yield self._gauge("bpsfast_last_round_timestamp_seconds", "when that was, since 1970", time_s)
 
     def _lags(self, reading: Reading) -> Iterator[Metric]:
         """Yield lateness: of this machine's ranks among each other, and of all inputs of what this node owns."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import SummaryMetricFamily
 
         labels = ["node", "rank"]
         lag = SummaryMetricFamily("bpsfast_lag_seconds", "how late a rank was, compared to the first one of its node",
                                   labels=labels)
-        longest = GaugeMetricFamily("bpsfast_lag_max_seconds", "how late a rank was at most", labels=labels)
-        ratio = GaugeMetricFamily("bpsfast_lag_last_ratio", "in which share of units it was the last", labels=labels)
-        of_input = [*labels, "peer", "where"]
-        last = CounterMetricFamily("bpsfast_input_last", "units of which this input was the last", labels=of_input)
-        late = CounterMetricFamily("bpsfast_input_last_seconds", "how late it was then, in all", labels=of_input)
-        inputs = CounterMetricFamily("bpsfast_inputs", "units to which a rank or a peer gave input", labels=of_input)
-        lags = CounterMetricFamily("bpsfast_input_lag_seconds", "how late that was, compared to the first one, in all",
-                                   labels=of_input)
         for row in reading.lags:
-            values = [self._node, str(row.rank)]
-            lag.add_metric(values, row.count, row.total_ns * _NS)
-            longest.add_metric(values, row.max_ns * _NS)
-            ratio.add_metric(values, row.n_last / row.count)
-        for where, rows in (("here", reading.lags), ("owned", reading.owned_lags)):
-            for row in rows:
-                values = [self._node, str(row.rank), str(row.node), where]
-                inputs.add_metric(values, row.count)
-                lags.add_metric(values, row.total_ns * _NS)
-                last.add_metric(values, row.n_last)
-                late.add_metric(values, row.last_total_ns * _NS)
-        yield from (lag, longest, ratio, inputs, lags, last, late)
+            lag.add_metric([self._node, str(row.rank)], row.count, row.total_ns * _NS)
+        yield lag
+        yield from _families(LAG, labels, [
+            ([self._node, str(row.rank)], {"max_ns": row.max_ns, "last_ratio": row.n_last / row.count})
+            for row in reading.lags])
+        inputs = [([self._node, str(row.rank), str(row.node), where], msgspec.structs.asdict(row))
+                  for where, rows in (("here", reading.lags), ("owned", reading.owned_lags)) for row in rows]
+        yield from _families(INPUT, [*labels, "peer", "where"], inputs)
 
-    def _job(self, reading: Reading) -> Iterator[Metric]:
-        """Yield the members of the job, how often they changed, and when the last round ended."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "
-                                   "it", labels=["node", "member", "host", "kind"])
-        for each in reading.members:
-            member.add_metric([self._node, str(each.node), each.host, "helper" if each.is_helper else "ranks"],
-                              each.is_there)
-        recoveries = CounterMetricFamily("bpsfast_recoveries", "how often the job went on without a helper",
-                                         labels=["node"])
-        recoveries.add_metric([self._node], reading.n_recoveries)
-        joined = CounterMetricFamily("bpsfast_joined", "helpers that have come to the running job", labels=["node"])
-        joined.add_metric([self._node], reading.n_joined)
-        yield from (member, recoveries, joined)
-        gauges: list[tuple[str, str, float]] = [
-            ("bpsfast_epoch", "rises when nodes are lost or have come", reading.epoch),
-            ("bpsfast_generation", "rises when tensors are added", reading.generation)]
-        if reading.last_round is not None:
-            monotonic_s, time_s = reading.last_round
-            gauges += [("bpsfast_last_round_age_seconds", "since a round ended here, to half a second",
-                        max(0.0, time.monotonic() - monotonic_s)),
-                       ("bpsfast_last_round_timestamp_seconds", "when that was, since 1970", time_s)]
-        yield from self._gauges(gauges)
+def _family(name: str, doc: str, labels: list[str], samples: Iterable[tuple[list[str], float]],
+            is_gauge: bool = True) -> Metric:
+    """Return a metric, a gauge or a counter, with one value for each of *samples* (values of the labels, value)."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    family: Any = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(name, doc, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
 
 
 def _families(rows: tuple[Row, ...], labels: list[str],
-              groups: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
+              groups: Sequence[tuple[list[str], Mapping[str, Any]]]) -> Iterator[Metric]:
     """Yield a metric for each row, with one value for each of *groups* (values of the labels, counters)."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     for row in rows:
-        family: Any = (GaugeMetricFamily if row.is_gauge else CounterMetricFamily)(row.name, row.doc, labels=labels)
-        for values, counters in groups:
-            family.add_metric(values, counters.get(row.counter, 0) * row.scale)
-        yield family
+        yield _family(row.name, row.doc, labels,
+                      [(values, counters.get(row.counter, 0) * row.scale) for values, counters in groups], row.is_gauge)

@@ -1,4 +1,4 @@
-"""Executes changes of owners on this node: who sums a partition from now on, and what is still owed of its last round.
+"""Executes changes of owners on this node: which node sums a partition, and which nodes still need its last result.
 
 Everything is prepared while the engine is frozen, before `Ready`; `begin` takes effect at the commit. The place where
 ranks read results does not change: a new owner behind a wire writes them into this node's memory, as the lost one did;
@@ -27,7 +27,7 @@ from .transport import WireLink, wire
 from .transport.shm import ShmLink
 from .unit_installer import NodeParts, UnitInstaller, bind
 
-#: Of what has not come an error names so many.
+#: How many missing rounds an error lists.
 _N_NAMED = 4
 
 
@@ -80,7 +80,7 @@ class OwnerTransfer:
                             f"the change of owners in epoch {self._message.epoch}")
         for unit, part, change in changed:
             here = bool(self._role.members_of(unit.ranks).local)
-            self._part_from(unit, part, change, here)
+            self._plan_release(unit, part, change, here)
             if change.giver == self._me.index and not here:
                 self._given_up.append((change, None))
             if part.owner != self._me.index and not here:
@@ -90,7 +90,8 @@ class OwnerTransfer:
             if coded:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
-                outputs = self._results_at(unit, part) if here else made.results(part, resources)
+                outputs = (self._results_at(unit, part) if here
+                           else made.by_parity(resources, self._regions.results, part.nbytes))
                 arguments, _ = made.owned(unit, part, outputs, resources, round_after(change.kept_round))
                 self._owned.append((change, arguments))
                 resources.parts.append(part)
@@ -102,7 +103,7 @@ class OwnerTransfer:
                 self._followed.append(change)
                 if change.keeper != part.owner or not lacks:
                     self._expect(unit, part, part.owner, resources, coded, round_after(change.kept_round))
-            if lacks and not change.lent:  # else it may write already, and maybe has
+            if lacks and not change.lent:  # else it was told before, and may write already
                 self._expect(unit, part, change.keeper, resources, coded, change.kept_round)
             if self._me.index == change.keeper and not change.lent:
                 self._plan_resends(unit, part, change, coded)
@@ -157,14 +158,12 @@ class OwnerTransfer:
             keeper = self._sources[change.keeper] if self._me.index in change.lacking else NOBODY
             self._engine.follow(change.part, self._sources[change.owner], change.kept_round, keeper)
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _wire(self, node: int) -> WireLink:
         link = wire(self._links[node])
         assert link is not None, "an owner that gives up shares no memory with nodes that push"
         return link
 
-    def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
+    def _plan_release(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
         """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
         if change.giver == self._me.index:
             nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]

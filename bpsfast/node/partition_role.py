@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES
-from .generation import kept_nbytes
+from .generation import stored_nbytes
 from .gpu_direct import GpuDirect
 from .regions import page_round
 from .transport import Link, wire
@@ -96,7 +96,7 @@ class PartitionRole:
                 elif coded and self.appears_here(unit, part):
                     room["slot"] += 2 * wire_nbytes
                 if is_owner and unit.unit == unit.store_unit:  # the first worker's, for all of them
-                    room["store"] += page_round(kept_nbytes(unit, part))
+                    room["store"] += page_round(stored_nbytes(unit, part))
                 room["state"] += sum(page_round(nbytes) for nbytes in self.states_of(unit, part).values())
         return room
 

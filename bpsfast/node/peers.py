@@ -52,24 +52,18 @@ class Reconnect:
 class Reconnects:
     """Replaces links that end in the middle of a job, without any effect on sums. Used by the control loop's thread.
 
-    begin      a connection or lane failed here, or the peer asks for another link: this node closes its own for good,
-               so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
-    called     the peer has closed a link that seems whole here
+    begin      a connection or queue pair failed here, or the peer asks for another link: this node closes its own for
+               good, so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
+    requested  the peer has closed a link that seems whole here
     connected  both sides have closed it and told each other what they await: all partitions are bound to the new link,
                what has not arrived is written again, then what waited
-    gone       there was no new link in time: the peer is lost
+    failed     there was no new link in time: the peer is lost
 
     A write is repeated if and only if the peer awaits it, and its bytes are still in place (`Dispatcher.replace_link`).
     With transport=rdma there is no other link: the peer is lost at once.
 
-    Parameters
-    ----------
-    run_with_heartbeats
-        See `ControlLoop`.
-    on_fenced
-        Called with a node's index when nothing more comes over the channel to it.
-    on_lost
-        Called with a node's index and the reason when a reconnect has failed.
+    *run_with_heartbeats*: see `ControlLoop`. *on_fenced*: called with a node's index when nothing more comes over the
+    channel to it. *on_lost*: called with a node's index and the reason when a reconnect has failed.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
@@ -108,10 +102,10 @@ class Reconnects:
 
     def connected(self) -> None:
         """Handle what `Peering` has found meanwhile: new links, peers that ask for one, peers that are gone."""
-        for index in self._peering.called():
+        for index in self._peering.reconnector.requested():
             if index not in self._forgotten:
-                self._called(index)
-        for index, why in self._peering.gone().items():
+                self._on_request(index)
+        for index, why in self._peering.reconnector.failed().items():
             if index in self._under_way:
                 self._on_lost(index, f"{self._under_way.pop(index).reason}; {why}")
         for index, reconnect in list(self._under_way.items()):
@@ -130,13 +124,13 @@ class Reconnects:
         """Stop seeking a link to node *index*: it is lost, and the job goes on without it."""
         self._forgotten.add(index)
         self._under_way.pop(index, None)
-        self._peering.give_up(index, "the job goes on without it")
+        self._peering.reconnector.give_up(index, "the job goes on without it")
 
     def channel_ended(self, index: int) -> bool:
         """Return whether the end of the channel to node *index* is expected, since another link is sought."""
         return index in self._under_way
 
-    def _called(self, index: int) -> None:
+    def _on_request(self, index: int) -> None:
         reconnect = self._under_way.get(index)
         if reconnect is not None:  # the replacement has ended already
             self._seek(index, reconnect)
@@ -152,17 +146,14 @@ class Reconnects:
         if self._under_way.get(index) is reconnect:
             del self._under_way[index]
             why = f"there was no other link within {self._timeout_s:g} s"
-            self._peering.give_up(index, why)
+            self._peering.reconnector.give_up(index, why)
             self._on_lost(index, f"{reconnect.reason}; and {why}")
 
 
 class Peers:
     """All peers of *node*. For the control loop's thread, except `source_lost_soon`.
 
-    Parameters
-    ----------
-    listener
-        Where other nodes' data connections come in; `close` closes it, if the job has begun.
+    *listener*: where other nodes' data connections come in; `close` closes it, if the job has begun.
     """
 
     def __init__(self, node: ControlLoop, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
@@ -207,12 +198,12 @@ class Peers:
         assert self._welcome is not None
         return self._welcome
 
-    def visit(self, message: messages.ProbeRequest) -> None:
+    def probe(self, message: messages.ProbeRequest) -> None:
         """Test for the scheduler whether a node answers at its data port."""
-        self._connector.visit(message.node, lambda index, outcome: self._loop.call_soon(
-            lambda: self._node.say(messages.ProbeResult(node=index, outcome=outcome))))
+        self._connector.probe(message.node, lambda index, outcome: self._loop.call_soon(
+            lambda: self._node.send_unrecorded(messages.ProbeResult(node=index, outcome=outcome))))
 
-    def came(self, link: shm.ShmLink) -> None:
+    def add_shm_link(self, link: shm.ShmLink) -> None:
         """Take the link to a node of this host that connected to the local socket."""
         self._connector.offer(link, "a memfd exchange over this node's local socket worked")
 
@@ -229,7 +220,7 @@ class Peers:
         self._dropped.add(message.node)
         self._late.discard(message.node)
         self._connector.forget(message.node)
-        self._connector.give_up(message.node, "the job goes on without it")
+        self._connector.reconnector.give_up(message.node, "the job goes on without it")
 
     def add_peer(self, index: int) -> None:
         """Make node *index*, which has joined the running job, a peer, if it is connected and not a peer yet."""
@@ -250,7 +241,7 @@ class Peers:
                                   for node, rate in zip(self._job.nodes, message.nic_rate_bytes)])
 
     def source_lost_soon(self, source: int, code: int) -> None:
-        """Handle the loss of *source*, of which the engine or a lane has told; *code* is an errno. Any thread."""
+        """Handle the loss of *source*, of which the engine or a stream has told; *code* is an errno. Any thread."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
     def drop_peer(self, index: int) -> None:
@@ -281,7 +272,7 @@ class Peers:
     @property
     def peer_shutdowns(self) -> set[int]:
         """The peers that have announced that all their ranks have left."""
-        return self._peering.peer_shutdowns.said if self._peering is not None else set()
+        return self._peering.peer_shutdowns.announced if self._peering is not None else set()
 
     @property
     def has_announced_shutdown(self) -> bool:
@@ -299,8 +290,6 @@ class Peers:
         if self._peering is not None:
             self._connector.close()
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _changed(self) -> None:
         """Handle news of `Peering`; once every peer is connected, tell the engine and the ranks, and do what waited."""
         if self._connector.error is not None:
@@ -309,10 +298,10 @@ class Peers:
             self._lost(index, why)
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
-            for index in sorted(self._connector.refused() - self._dropped - self.peer_shutdowns):
-                self._node.say(messages.ProbeResult(node=index, outcome="refused"))
+            for index in sorted(self._connector.reconnector.refused() - self._dropped - self.peer_shutdowns):
+                self._node.send_unrecorded(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
-            self._meet()
+            self._report_connected()
         if not self._connector.done or self._node.runtime.connected or self._node.ending:
             return
         for name, choice in self._connector.describe().items():
@@ -334,14 +323,14 @@ class Peers:
         self._local_ranks.connected(me, self._job, self._connector.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced
-        self._meet()
+        self._report_connected()
         self.on_connected()
         if self._job.is_late:
             installer, welcome = self._node.runtime.installer, self._job
             self._node.run_with_heartbeats(lambda: installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.NewcomerReady(node=me.index, is_linked=True))
 
-    def _meet(self) -> None:
+    def _report_connected(self) -> None:
         """Tell the scheduler which joining nodes are connected."""
         for index in sorted(self._late & self._connector.links.keys()):
             self._late.discard(index)
@@ -351,7 +340,7 @@ class Peers:
         if (talking_link := talking(link)) is not None:
             self._loop.watch(talking_link.channel.fileno(), partial(self._read, talking_link))
         if isinstance(link, shm.ShmLink):
-            self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
+            self._loop.watch(link.pidfd, partial(self._lost, link.index, link.end_reason))
 
     def _log_forecast(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log on one node of the job what speed the placement promises, and why it may bring nothing."""
@@ -373,11 +362,11 @@ class Peers:
         except PeerLostError:
             self._loop.forget(link.channel.fileno())
             if not self._reconnects.channel_ended(link.index):
-                self._lost(link.index, link.gone)
+                self._lost(link.index, link.end_reason)
             return
         for message, fds in received:
             self._node.count_message()
-            self._plans.peer_said(link, message, fds)
+            self._plans.peer_message(link, message, fds)
 
     def _source_lost(self, source: int, code: int) -> None:
         """Handle a broken connection, or an announcement that makes no sense."""

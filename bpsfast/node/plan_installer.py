@@ -1,6 +1,6 @@
-"""From a plan to a generation of this node that is ready, and what is left of it until its units are retired.
+"""Turns plans into memory, bindings and engine parts of this node, and releases them when their units are retired.
 
-A generation is prepared whole before anybody is told `Ready`: allocated, bound to lanes, known to the engine (which
+A generation is prepared whole before anybody is told `Ready`: allocated, bound to streams, known to the engine (which
 keeps it inactive until the commit), shared with peers of this host, told to peers that write into it by RDMA. If
 another node cannot, `drop` forgets it.
 """
@@ -88,15 +88,10 @@ class PlanInstaller:
         """About how many bytes of partitions of lost nodes this node has memory for."""
         return self._regions.takeable_nbytes(len(self._role.members_of(()).wired), has_results=bool(self._me.ranks))
 
-    # -- preparing ----------------------------------------------------------------------------------------
-
     def prepare(self, plan: Plan) -> Generation:
         """Allocate, bind, install and share everything of *plan*; `Generation.awaited` names peers that have not.
 
-        Raises
-        ------
-        CapacityError
-            If the machine cannot hold it; nothing of it was kept.
+        Raises `CapacityError` if the machine cannot hold it; nothing of it was kept.
         """
         unit_installer = UnitInstaller(self._parts, self._role.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
@@ -111,9 +106,7 @@ class PlanInstaller:
         if generation.concerns(self._me.ranks):
             generation.awaited = {part.owner for unit in plan.units for part in unit.parts
                                   if isinstance(self._links.get(part.owner), ShmLink)}
-        generation.awaited |= {link.index for link in self._rdma_links()}
-        for index, message in self._early.pop(plan.generation, ()):
-            self._take(generation, index, message)
+        self._exchange_slots(generation)
         return generation
 
     def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
@@ -134,7 +127,7 @@ class PlanInstaller:
         for arena, place, size in made:
             arena.release(place, size)
 
-    def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
+    def peer_message(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Record the addresses of node *index*'s results or slots; they may come before this node's own plan."""
         if generation is not None and generation.plan.generation == message.generation:
             self._take(generation, index, message)
@@ -254,11 +247,7 @@ class PlanInstaller:
             raise
         for chunk in self._regions.partials.chunks:
             self.share_chunk(chunk, "partial")
-        for wired in self._rdma_links():
-            wired.announce(message.generation)
-        generation.awaited = {link.index for link in self._rdma_links()}
-        for index, said in self._early.pop(message.generation, ()):
-            self._take(generation, index, said)
+        self._exchange_slots(generation)
         return generation, transfer
 
     def succeeded(self, generation: Generation) -> None:
@@ -305,8 +294,6 @@ class PlanInstaller:
         for chunk, kind in self._shared.values():
             _share_with(link, chunk, kind)
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _require_reach(self, message: Recover) -> None:
         changed = {each.part for each in message.owner_changes}
         for unit in message.units:
@@ -348,7 +335,7 @@ class PlanInstaller:
         return tuple(self._sources[index] for index in self._role.written_to(ranks, part))
 
     def _share(self, generation: Generation) -> None:
-        """Share partials and results with peers of this host, and send all peers the addresses of this generation."""
+        """Share partials and results with peers of this host, and tell them where this generation's results appear."""
         for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
             for chunk in arena.chunks:
                 self.share_chunk(chunk, kind)
@@ -360,8 +347,15 @@ class PlanInstaller:
         )
         for link in self._shm_links():
             link.tell(PeerExtents(generation=generation.plan.generation, extents=owned))
+
+    def _exchange_slots(self, generation: Generation) -> None:
+        """Send peers the addresses to which they write by RDMA, and await theirs; take what came early of any peer."""
+        number = generation.plan.generation
         for wired in self._rdma_links():
-            wired.announce(generation.plan.generation)
+            wired.announce(number)
+            generation.awaited.add(wired.index)
+        for index, message in self._early.pop(number, ()):
+            self._take(generation, index, message)
 
     def _take(self, generation: Generation, index: int, message: PeerExtents | PeerSlots) -> None:
         link = self._links[index]

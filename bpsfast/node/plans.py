@@ -15,7 +15,7 @@ from .local_ranks import LocalRanks
 from .owner_changes import OwnerTransfer
 from .runtime import NodeRuntime
 from .transport import TalkingLink
-from .transport.rdma import LaneFullError
+from .transport.rdma import QueuePairFullError
 
 log = logging.getLogger("bpsfast.node")
 
@@ -69,13 +69,13 @@ class Plans:
         while True:
             try:
                 return self._node.run_with_heartbeats(work)
-            except LaneFullError as exc:
+            except QueuePairFullError as exc:
                 if not self._node.leave_rdma(exc.index, str(exc)):
                     raise
 
-    def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
+    def peer_message(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Handle a message of a peer: it may be the last one that Ready waited for."""
-        self._runtime.peer_said(link, message, fds, self._generation)
+        self._runtime.peer_message(link, message, fds, self._generation)
         self._announce()
 
     def await_for(self, generation: Generation, transfer: OwnerTransfer) -> None:
@@ -104,7 +104,7 @@ class Plans:
         self.drop_early()
         if self._generation is not None:
             self.forget()
-            self.say_room()
+            self.report_room()
 
     def without(self, index: int) -> None:
         """Wait no longer for messages of node *index*."""
@@ -129,17 +129,17 @@ class Plans:
     def retired(self, message: messages.Retired) -> None:
         """Release what retired units use, before any plan that uses their numbers again."""
         self._runtime.retire(message.units)
-        self.say_room()
+        self.report_room()
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the refused names; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
             self._runtime.installer.drop(self._generation)
             self._generation = None
-            self.say_room()
+            self.report_room()
         self._local_ranks.tell_all(message)
 
-    def say_room(self) -> None:
+    def report_room(self) -> None:
         """Tell the scheduler how much this node can own now, if its memory is bounded."""
         nbytes = self._runtime.installer.ownable_nbytes
         if nbytes >= 0:

@@ -37,14 +37,9 @@ _LAST_WAIT_S = 2.0
 class Recovery:
     """Executes changes of epoch on *node*, one after the other. For the control loop's thread.
 
-    Parameters
-    ----------
-    drop_peer
-        Called with the index of each lost node before its connection is closed: stop watching it.
-    add_peer
-        Called with the index of each node that has joined: make it a peer, unless it is one.
-    epochs
-        The epochs that this node knows: each change begins one, and its commit ends the earlier ones.
+    *drop_peer*: called with the index of each lost node before its connection is closed: stop watching it. *add_peer*:
+    called with the index of each node that has joined: make it a peer, unless it is one. *epochs*: the epochs that this
+    node knows: each change begins one, and its commit ends the earlier ones.
     """
 
     def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, drop_peer: Callable[[int], None],
@@ -120,7 +115,7 @@ class Recovery:
         self._epochs.commit()
         self._plans.forget()
         self._runtime.succeed(generation, transfer, message.order)
-        self._plans.say_room()
+        self._plans.report_room()
         self.epoch = frozen.epoch
         self.count += bool(frozen.lost)
         self.n_joined += len(frozen.joined)
@@ -135,11 +130,10 @@ class Recovery:
         return True
 
 
-
 class SchedulerFailover:
     """Keeps the job going while *node*, which has joined it, has no scheduler. Used by the control loop's thread.
 
-    lost       the connection has ended: another one is dialled, and `ControlLog.account` is sent first
+    lost       the connection has ended: another one is dialled, and `ControlLog.report` is sent first
     recall     a scheduler lacks information of this or other nodes: the same is sent over the existing connection
     resume     the scheduler knows everything; what was prepared and not committed is dropped
     the end    all ranks have left and no scheduler can say so: the nodes tell each other over their data ports
@@ -166,7 +160,7 @@ class SchedulerFailover:
         self._welcome, self._since = message, None
 
     def begin(self, address: str) -> None:
-        """Note that the connection to the scheduler at *address* is lost; send the account over the next one."""
+        """Note that the connection to the scheduler at *address* is lost; send the report over the next one."""
         if self._since is None:
             self._since = time.monotonic()
             self._log("the scheduler at %s is lost: the job goes on without it, and waits up to %g s (start_timeout_s) "
@@ -174,7 +168,7 @@ class SchedulerFailover:
         self._send_account(0)
 
     def recalled(self, message: messages.RejoinRequest) -> None:
-        """Send the account to the scheduler that asks for it."""
+        """Send the report to the scheduler that asks for it."""
         self._since = self._since or time.monotonic()
         if self._welcome is not None:
             self._send_account(message.number)
@@ -204,8 +198,8 @@ class SchedulerFailover:
                 and time.monotonic() - self._since >= _LAST_WAIT_S)
 
     def _send_account(self, recall: int) -> None:
-        for message in self._control_log.account(recall):
-            self._node.say(message)
+        for message in self._control_log.report(recall):
+            self._node.send_unrecorded(message)
 
     def _log(self, words: str, *values: object) -> None:
         is_first = self._welcome is not None and self._welcome.index == 0

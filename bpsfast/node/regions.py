@@ -22,7 +22,7 @@ import contextlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 
@@ -30,6 +30,7 @@ from ..base.free_list import FreeList
 from ..hardware.affinity.binding import NumaMemory
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
+from .transport.rdma import Rails
 
 #: Partitions are cut at the largest page size in the job, and results lie at multiples of this machine's: so ranks can
 #: map runs of them side by side.
@@ -56,16 +57,6 @@ class Place(NamedTuple):
     def beyond(self, nbytes: int) -> Place:
         """Return the place *nbytes* further on."""
         return Place(self.segment, self.offset + nbytes, self.address + nbytes)
-
-
-class Registrar(Protocol):
-    """Registers every segment before it is used, or refuses it (`transport.rdma.Rails`)."""
-
-    def require(self, nbytes: int, purpose: str) -> None:
-        """Return if *nbytes* more can be registered; raise `CapacityError` with both numbers."""
-
-    def register(self, kind: str, segment: Segment | Shadow) -> None:
-        """Register a segment until the end of the job; `CapacityError` if that is impossible."""
 
 
 class Chunk:
@@ -109,10 +100,7 @@ class Arena:
 
         *coming_nbytes* is what the caller is about to allocate, including this: a new segment is large enough for all.
 
-        Raises
-        ------
-        CapacityError
-            Before any page is touched, if the machine cannot hold a new segment.
+        Raises `CapacityError` before any page is touched, if the machine cannot hold a new segment.
         """
         rounded = page_round(max(1, nbytes))
         for chunk in self.chunks:
@@ -145,15 +133,9 @@ def _take(chunk: Chunk, rounded: int) -> Place | None:
 class Regions:
     """All segments of one node; refuses what the machine cannot hold.
 
-    Parameters
-    ----------
-    max_bytes
-        Upper bound of all segments together; 0: only the machine's limits count.
-    huge_pages
-        Try 2 MiB pages. Results do not use those of the pool: ranks map runs of results side by side at the
-        granularity of ordinary pages.
-    homes, home
-        Makes segments on NUMA nodes, and the default NUMA node of all arenas.
+    *max_bytes*: upper bound of all segments together; 0: only the machine's limits count. *huge_pages*: try 2 MiB
+    pages. Results do not use those of the pool: ranks map runs of results side by side at the granularity of ordinary
+    pages. *homes*, *home*: makes segments on NUMA nodes, and the default NUMA node of all arenas.
     """
 
     def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: NumaMemory | None = None,
@@ -166,7 +148,7 @@ class Regions:
         self._nbytes: dict[str, int] = {}
         self._arenas: list[Arena] = []
         self._kinds: list[str] = []
-        self._registrar: Registrar | None = None
+        self._registrar: Rails | None = None
         self._adopted: list[Segment] = []
         self.partials = self.arena("partial")
         self.slots = self.arena("slot")
@@ -219,7 +201,7 @@ class Regions:
         """Number of segments ever made."""
         return len(self._chunks)
 
-    def register_with(self, registrar: Registrar) -> None:
+    def register_with(self, registrar: Rails) -> None:
         """Register all present and future segments with *registrar*; raises `CapacityError` as it does."""
         for chunk, kind in zip(self._chunks, self._kinds):
             if kind not in _UNSENT:
@@ -229,10 +211,7 @@ class Regions:
     def add_device_memory(self, shadow: Shadow, result_nbytes: int) -> Chunk:
         """Register memory of a rank's device as part of `direct`; results may use its first *result_nbytes*.
 
-        Raises
-        ------
-        CapacityError
-            If a card refuses it; the caller still owns it then.
+        Raises `CapacityError` if a card refuses it; the caller still owns it then.
         """
         self._require_number()
         if self._registrar is not None:
@@ -260,10 +239,7 @@ class Regions:
     def require(self, wanted: Sequence[tuple[Arena, int]], purpose: str) -> None:
         """Return if *wanted*, tuples of (arena, nbytes), can be allocated together for *purpose*.
 
-        Raises
-        ------
-        CapacityError
-            With what is needed and what there is; nothing was allocated.
+        Raises `CapacityError` with what is needed and what there is; nothing was allocated.
         """
         needed = ordinary = pooled = 0
         for arena, nbytes in wanted:
@@ -302,10 +278,7 @@ class Regions:
     def close(self) -> None:
         """Unmap everything. Only when engine, transports and registrar are closed.
 
-        Raises
-        ------
-        BufferError
-            Some memory is still exported; everything else is unmapped.
+        Raises `BufferError`: some memory is still exported; everything else is unmapped.
         """
         with contextlib.ExitStack() as last:
             for segment in (*(chunk.segment for chunk in self._chunks), *self._adopted):
@@ -372,10 +345,7 @@ def free_memory_nbytes() -> int:
 def require_memory(nbytes: int, purpose: str, root: Path = Path("/")) -> None:
     """Return if *nbytes* more may be taken for *purpose*.
 
-    Raises
-    ------
-    CapacityError
-        Naming the tightest bound, what is needed and what is free, both in bytes.
+    Raises `CapacityError` naming the tightest bound, what is needed and what is free, both in bytes.
     """
     tightest = min(memory_limits(root), key=lambda limit: limit.free_nbytes)
     free = max(0, tightest.free_nbytes - RESERVE_NBYTES)

@@ -47,14 +47,8 @@ _CUMULATIVE = ("bytes_sent", "bytes_received", "writes_sent", "writes_received",
 class NodeRuntime:
     """The engine of this node and what it needs. For the control loop's thread.
 
-    Parameters
-    ----------
-    on_lost
-        Called from the service's thread with (source, errno) when the engine or a lane gives up a source.
-    affinity
-        On which NUMA nodes memory is allocated; None: anywhere.
-    run_with_heartbeats
-        See `ControlLoop`.
+    *on_lost*: called from the service's thread with (source, errno) when the engine or a stream gives up a source.
+    *affinity*: on which NUMA nodes memory is allocated; None: anywhere. *run_with_heartbeats*: see `ControlLoop`.
     """
 
     def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], affinity: NodeAffinity | None = None,
@@ -81,7 +75,7 @@ class NodeRuntime:
         self._lost_shm_links: list[shm.ShmLink] = []  # their memory stays in use
         self._order: tuple[int, ...] = ()  # the integer rank of each part; 0 is most urgent
         self._stopped = False
-        self._place_of: Callable[[int], int] = lambda index: index
+        self._turn_of: Callable[[int], int] = lambda index: index
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
                                *((affinity.numa_memory, affinity.affinity.home) if affinity is not None else ()))
         self.shm_endpoint = shm.ShmEndpoint(self._doorbell)
@@ -124,10 +118,7 @@ class NodeRuntime:
 
         This object closes *links* from now on.
 
-        Raises
-        ------
-        CapacityError
-            If memory that ranks have already cannot be registered for RDMA.
+        Raises `CapacityError` if memory that ranks have already cannot be registered for RDMA.
         """
         self.links.update(links)
         engine = self.engine
@@ -140,9 +131,9 @@ class NodeRuntime:
             self._ranks[rank.source] = rank.rank
             self._lanes[rank.source] = rank.lane
         self.transports.update(transports)
-        self._place_of = lambda index: (index - me.index) % len(welcome.nodes)
+        self._turn_of = lambda index: (index - me.index) % len(welcome.nodes)
         for _, link in sorted(self.links.items()):
-            self._know(link)
+            self._add_source(link)
         self._installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on",
                               gpu_direct=self.gpu_direct)
@@ -156,7 +147,7 @@ class NodeRuntime:
         If this raises, the node can still be excluded.
         """
         try:
-            self._know(link)
+            self._add_source(link)
         except BaseException:
             link.close()
             raise
@@ -167,13 +158,13 @@ class NodeRuntime:
         else:
             link.start(self.engine, self._source_of[link.index])
 
-    def _know(self, link: Link) -> None:
+    def _add_source(self, link: Link) -> None:
         """Make the node behind *link* a source of the engine, and a destination of the service."""
         if isinstance(link, shm.ShmLink):
             source = self.engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
         else:  # a wire
             source = self.engine.add_wire_peer()
-            self._service.add(source, link, self._place_of(link.index))
+            self._service.add(source, link, self._turn_of(link.index))
         self._source_of[link.index] = source
         self._sources[source] = f"node {link.index}", link.index
 
@@ -247,7 +238,7 @@ class NodeRuntime:
         self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         return chunk.index
 
-    def peer_said(
+    def peer_message(
         self, link: TalkingLink, message: Message, fds: tuple[int, ...], generation: Generation | None
     ) -> None:
         """Handle a message of a peer."""
@@ -255,7 +246,7 @@ class NodeRuntime:
             segment = link.map(message, fds[0])
             self.engine.map_segment(self._source_of[link.index], message.segment, segment.address, segment.nbytes)
         elif isinstance(message, shm.PeerExtents if isinstance(link, shm.ShmLink) else rdma.PeerSlots) and not fds:
-            self.installer.peer_said(generation, link.index, message)
+            self.installer.peer_message(generation, link.index, message)
         else:
             for fd in fds:
                 os.close(fd)
@@ -289,10 +280,7 @@ class NodeRuntime:
     def exclude(self, index: int) -> None:
         """Cut off node *index*, which is lost: nothing of it reaches this node any more. While frozen.
 
-        Raises
-        ------
-        PeerLostError
-            If that is not certain: it may still write into memory here.
+        Raises `PeerLostError` if that is not certain: it may still write into memory here.
         """
         link = self.links.get(index)
         if link is None:

@@ -43,10 +43,7 @@ class UnitInstaller:
 
     *room*: bytes by kind of arena that will be allocated; *purpose*: for errors.
 
-    Raises
-    ------
-    CapacityError
-        If the machine cannot hold so much; nothing was allocated.
+    Raises `CapacityError` if the machine cannot hold so much; nothing was allocated.
     """
 
     def __init__(self, parts: NodeParts, room: dict[str, int], purpose: str) -> None:
@@ -71,8 +68,8 @@ class UnitInstaller:
             resources.codec, resources.dtype = unit.codec, unit.dtype
         here = [part for part in unit.parts if self._role.appears_here(unit, part)]
         places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
-        straight = set(places)
-        self._role.count_direct(unit, here, straight)
+        direct = set(places)
+        self._role.count_direct(unit, here, direct)
         places |= self._side_by_side(resources, self._regions.results,
                                      [part for part in here if part.part not in places])
         for part in unit.parts:
@@ -82,7 +79,7 @@ class UnitInstaller:
                 outputs = even.address, odd.address
                 generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
                                                        offset_even=even.offset, offset_odd=odd.offset,
-                                                       nbytes=part.nbytes, on_device=part.part in straight)
+                                                       nbytes=part.nbytes, on_device=part.part in direct)
             if part.owner != self._me.index and not self._role.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
@@ -115,7 +112,7 @@ class UnitInstaller:
         """
         codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         if codec is not None:
-            codec = codec._replace(frames=self._frames(part, self._regions.frames, resources))
+            codec = codec._replace(frames=self.by_parity(resources, self._regions.frames, part.wire_nbytes))
         members = self._role.members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
@@ -141,19 +138,13 @@ class UnitInstaller:
                 self._room["store"] -= page_round(store.nbytes)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), divisor=members.n_ranks if unit.average else 1, before=before,
-            local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
+            kernel=kernel(unit.dtype, unit.op, self._sums), divisor=members.n_ranks if unit.average else 1,
+            before=before, local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
                        if isinstance(link, ShmLink) and index in members.nodes],
             codec=codec, rows=_rows(unit, part), store=store.handle if store is not None else 0,
             first_round=unit.first_round,
         ), store
-
-    def results(self, part: PartPlan, resources: UnitResources) -> tuple[int, int]:
-        """Return addresses of new memory for the result of *part*, by parity."""
-        nbytes = page_round(part.nbytes)
-        at = self._allocate(resources, self._regions.results, 2 * nbytes).address
-        return at, at + nbytes
 
     def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources,
                first_round: int, partial: Place | None = None) -> dict[str, Any]:
@@ -166,7 +157,7 @@ class UnitInstaller:
         link = wire(self._links[part.owner])
         arriving = outputs
         if codec is not None and link is not None:
-            arriving = self._frames(part, self._regions.slots, resources)
+            arriving = self.by_parity(resources, self._regions.slots, part.wire_nbytes)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
             bind(resources, link, unit, part, arriving, codec is not None, first_round)
@@ -180,12 +171,10 @@ class UnitInstaller:
             codec = codec._replace(frame=partial.address)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), local=list(self._role.members_of(unit.ranks).local),
+            kernel=kernel(unit.dtype, unit.op, self._sums), local=list(self._role.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,
         )
-
-    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _allocate(self, resources: UnitResources, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])
@@ -218,14 +207,10 @@ class UnitInstaller:
         resources.places.append((self._regions.direct, at, nbytes))
         return self._side_by_side(resources, self._regions.direct, parts, at)
 
-    def _frames(self, part: PartPlan, arena: Arena, resources: UnitResources) -> tuple[int, int]:
-        """Return addresses of memory for frames of the result of *part*, by parity."""
-        nbytes = page_round(part.wire_nbytes)
-        at = self._allocate(resources, arena, 2 * nbytes).address
-        return at, at + nbytes
-
-    def _kernel(self, unit: UnitPlan) -> int:
-        return kernel(unit.dtype, unit.op, self._sums)
+    def by_parity(self, resources: UnitResources, arena: Arena, nbytes: int) -> tuple[int, int]:
+        """Return addresses of new memory for *nbytes* of even and of odd rounds."""
+        at = self._allocate(resources, arena, 2 * page_round(nbytes)).address
+        return at, at + page_round(nbytes)
 
 
 def kernel(dtype: str, op: str, sums: bool) -> int:

@@ -1,16 +1,16 @@
-"""Broadcast of tensors, variables and objects of one rank to all, so that all ranks start from the same state."""
+"""Broadcasts tensors, variables and objects of one rank to all, so that all ranks start from the same state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
 from ..trainer import object_broadcast, process
 from ..trainer.broadcaster import check_root
 from ..trainer.object_broadcast import broadcast_arrays
+from .memory import computed, dense
 
 
 def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = False) -> Any:
@@ -30,17 +30,17 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
     if is_variable:
         broadcast_variables([tensor], root_rank, scope)
         return tensor
-    return _given([tensor], [title], root_rank)[0]
+    return _broadcast([tensor], [title], root_rank)[0]
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
-    """Overwrite *variables*, of TensorFlow or Keras, on all ranks with those of rank *root_rank*, in their order.
+    """Overwrite *variables*, of TensorFlow or Keras, on all ranks with those of rank *root_rank*, in the same order.
 
     Also inside `tf.function`. Returns None; in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
     """
     found = resources(variables)
     names = [f"{scope}{place}" for place in range(len(found))]
-    values = _given([variable.read_value() for variable in found], names, root_rank)
+    values = _broadcast([variable.read_value() for variable in found], names, root_rank)
     assigned = [variable.assign(value, read_value=False) for variable, value in zip(found, values)]
     if tf.compat.v1.executing_eagerly_outside_functions():
         return None
@@ -60,10 +60,7 @@ def resources(variables: Iterable[Any]) -> list[Any]:
 def broadcast_global_variables(root_rank: int) -> Any:
     """Broadcast all global variables of a graph of TensorFlow 1, as `broadcast_variables`.
 
-    Raises
-    ------
-    UnsupportedError
-        In eager execution, which has no such collection.
+    Raises UnsupportedError in eager execution, which has no such collection.
     """
     if tf.executing_eagerly():
         raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "
@@ -72,30 +69,32 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None) -> Any:
-    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in one order.
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere).
 
-    It is pickled, as by `bpsfast.torch`, and sent at once; *session*, of TensorFlow 1, is ignored. *name* must be the
-    same on all ranks.
+    All ranks call their broadcasts in the same order, with the same *name*. The object is pickled; *session*, of
+    TensorFlow 1, is ignored.
 
     Raises
     ------
     UnsupportedError
-        Inside `tf.function`, as it would be sent once for each trace.
+        Inside `tf.function`, which would send it only when it is traced.
     ConfigError, MismatchError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
-    if tf.inside_function():
-        raise UnsupportedError(f"broadcast_object of a {type(obj).__name__} inside tf.function, which would send it "
-                               "when it is traced and never again: call it outside")
+    refuse_tracing("broadcast_object", obj)
     return object_broadcast.broadcast_object(obj, root_rank, name)
+
+
+def refuse_tracing(operation: str, obj: Any) -> None:
+    """Raise `UnsupportedError` for the *operation* on *obj* inside `tf.function`."""
+    if tf.inside_function():
+        raise UnsupportedError(f"{operation} of a {type(obj).__name__} inside tf.function, which would send it when it "
+                               "is traced and never again: call it outside")
 
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None) -> Callable[[Any], Any]:
     """Return a function of one object: `broadcast_object` with these arguments."""
-    def broadcast_one(obj: Any) -> Any:
-        return broadcast_object(obj, root_rank, session, name)
-
-    return broadcast_one
+    return lambda obj: broadcast_object(obj, root_rank, session, name)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
@@ -115,27 +114,14 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self._operation)
 
 
-def _given(tensors: Sequence[Any], names: Sequence[str], root_rank: int) -> list[Any]:
+def _broadcast(tensors: Sequence[Any], names: Sequence[str], root_rank: int) -> list[Any]:
     check_root(process.current(), root_rank)
-    for name, tensor in zip(names, tensors):
-        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices | str):
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}: only dense tensors are broadcast")
-    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    for name, tensor in zip(names, given):
-        if tensor.dtype.as_numpy_dtype is object or tensor.dtype in (tf.variant, tf.resource):
-            raise UnsupportedError(f"{name!r} is of dtype {tensor.dtype.name}, which is not broadcast")
+    given = [dense(tensor, repr(name)) for name, tensor in zip(names, tensors)]
     if not given:
         return []
     title = f"tensors of {names[0]} to {names[-1]}" if len(names) > 1 else f"tensor {names[0]}"
 
     def run(*arrays: Any) -> list[Any]:
-        whole = [np.asarray(array) for array in arrays]
-        return broadcast_arrays(list(zip(names, whole)), root_rank, title)
+        return broadcast_arrays(list(zip(names, arrays)), root_rank, title)
 
-    if not tf.is_symbolic_tensor(given[0]):
-        with tf.device("CPU:0"):
-            return [tf.convert_to_tensor(array) for array in run(*[tensor.numpy() for tensor in given])]
-    received = tf.numpy_function(run, given, [tensor.dtype for tensor in given])
-    for tensor, value in zip(given, received):
-        value.set_shape(tensor.shape)
-    return list(received)
+    return computed(run, given, [(tensor.dtype, tensor.shape) for tensor in given])

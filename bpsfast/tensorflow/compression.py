@@ -1,17 +1,12 @@
-"""Compression of TensorFlow's tensors: codecs, which run in the nodes (`bpsfast.compression.choice`), and compressors,
-which run in the ranks.
-
-A compressor is a class (or an object) with two functions, as in BytePS; derive your own from `Compressor`. Its output
-is summed as it is, so compress should be linear, and the output's shape and dtype must depend on the tensor's alone.
-"""
+"""Compressors and codecs for TensorFlow's tensors (`bpsfast.compression.compressors`, `bpsfast.compression.choice`)."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from ..compression import compressors
-from ..compression.choice import Choice
 from ..compression.compressors import (
     CastingCompressor,
     Codecs,
@@ -36,14 +31,14 @@ class _Casting(CastingCompressor):
 
 
 class FP16Compressor(_Casting):
-    """Floating-point tensors travel as float16."""
+    """Sends floating-point tensors as float16."""
 
     wire_name = "float16"
     narrow = tf.float16
 
 
 class BF16Compressor(_Casting):
-    """Floating-point tensors travel as bfloat16."""
+    """Sends floating-point tensors as bfloat16."""
 
     wire_name = "bfloat16"
     narrow = tf.bfloat16
@@ -52,7 +47,7 @@ class BF16Compressor(_Casting):
 class Compression(Codecs):
     """The compressors to choose from, and the codecs (see `bpsfast.compression`).
 
-    Sums of what compressors make are made in float32 and rounded once to the travelling dtype.
+    Compressed tensors are summed in float32, and the sum is rounded once to their dtype.
     """
 
     none = NoneCompressor
@@ -60,6 +55,4 @@ class Compression(Codecs):
     bf16 = BF16Compressor
 
 
-def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """As `compressors.parted`."""
-    return compressors.parted(compression, "bpsfast.tensorflow")
+parted = partial(compressors.parted, module="bpsfast.tensorflow")

@@ -1,7 +1,8 @@
-"""CrossBarrier: a step begins before the sums of the last step are complete, and waits for each where it is used."""
+"""CrossBarrier: starts the next step before all gradients are summed, and waits for each where its variable is read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -10,14 +11,14 @@ from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import Average, averages
 from ..trainer.gradients import Gradients
-from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
+from .memory import Array, address_of, array_of, empty, tensor_of, traced, wire_dtype
 from .optimizer import names_of
 
 Update = Callable[[Any, Any], Any]
 
 
 class CrossBarrier:
-    """Variables whose gradients are averaged over all ranks, and applied when the variable is read in the next step.
+    """Averages gradients over all ranks, and applies each when its variable is read in the next step.
 
         crossing = bps.CrossBarrier(variables, lambda variable, gradient: variable.assign_sub(0.1 * gradient))
 
@@ -30,7 +31,7 @@ class CrossBarrier:
         ...
         crossing.settle()                                     # before variables are saved, evaluated or compared
 
-    The weights are those of `DistributedGradientTape` with the same *update*, bit for bit. Eagerly and inside
+    The weights are bit for bit those of `DistributedGradientTape` with the same *update*. Eagerly and inside
     `tf.function`; one thread, and one step at a time.
 
     Parameters
@@ -39,8 +40,8 @@ class CrossBarrier:
         Of known shapes, in the order of their first use in a step, the same on all ranks. Each must be read once in
         every step that computes gradients. A variable on which the loss does not depend has a gradient of zeros.
     update
-        Called with a variable and its averaged gradient; while tracing once for each variable. It may change only that
-        variable and its state, such as its momentum. Variables that it needs must exist before.
+        Called with a variable and its averaged gradient; while tracing, once for each variable. It may change only that
+        variable and its state, such as its momentum. Variables that it uses must exist before.
     op
         Average or Sum.
 
@@ -49,7 +50,7 @@ class CrossBarrier:
     ConfigError
         If there are no variables, or *op* is neither.
     UnsupportedError
-        If one is not a `tf.Variable` of known shape and of a dtype that is summed.
+        If one is not a `tf.Variable` of known shape and of a supported dtype.
     """
 
     def __init__(self, variables: Sequence[Any], update: Update, *, op: int = Average) -> None:
@@ -70,16 +71,16 @@ class CrossBarrier:
         if len(self._names) < len(titles):
             raise ConfigError("a variable is named twice: each is read once in every step")
         self._update = update
-        edition = session.tensors.edition(f"CrossBarrier.{title}" for title in titles)
+        edition = session.tensors.model_number(f"CrossBarrier.{title}" for title in titles)
         self._gradients = Gradients(self._kinds, average=mean, prefix=f"CrossBarrier{edition or ''}.")
         self._sent: set[str] = set()  # in this step; kept until the next step's first gradient
         self._read: set[str] = set()  # since the last gradient
 
     def read(self, variable: Any) -> Any:
-        """Wait for the sum of *variable*'s last gradient, apply it, and return the value, to be used in this step.
+        """Wait for the sum of *variable*'s last gradient, apply it, and return the value for this step.
 
-        Its gradient is sent when the tape computes it. Inside `tf.function` errors other than ConfigError are
-        `tf.errors` with our class and text.
+        The tape sends its gradient as soon as it is computed. Inside `tf.function` errors other than ConfigError are
+        `tf.errors` with the class and text of bpsfast's error.
 
         Raises
         ------
@@ -103,8 +104,9 @@ class CrossBarrier:
         return used(variable.value())
 
     def settle(self) -> None:
-        """Wait for all sums under way, and apply them. Call it after the last step, outside of `tf.function`, and after
-        a forward pass without gradients, such as an evaluation by `read`.
+        """Wait for all sums under way, and apply them. Not inside `tf.function`.
+
+        Call it after the last step, and after a forward pass without gradients, such as an evaluation by `read`.
         """
         if tf.inside_function():
             raise UnsupportedError("CrossBarrier.settle() inside tf.function: call it outside, after the last step")
@@ -118,9 +120,7 @@ class CrossBarrier:
     def _settle(self, variable: Any, title: str) -> None:
         kind = self._kinds[title]
         if tf.inside_function():
-            has, gradient = tf.numpy_function(_Wait(self, title), [], [tf.bool, variable.dtype])
-            has.set_shape([])
-            gradient.set_shape(kind[0])
+            has, gradient = traced(partial(self._waited, title), [], [(tf.bool, []), (variable.dtype, kind[0])])
             tf.cond(has, lambda: _done(self._update(variable, gradient)), lambda: tf.constant(False))
             return
         awaited, array = self._waited(title)
@@ -128,11 +128,11 @@ class CrossBarrier:
             self._update(variable, tensor_of(array))
 
     def _begun(self, title: str, gradient: Any) -> Any:
-        dense = tf.convert_to_tensor(gradient)
+        tensor = tf.convert_to_tensor(gradient)
         if tf.inside_function():
-            tf.numpy_function(_Send(self, title), [dense], [])
+            traced(partial(self._send, title), [tensor], [])
         else:
-            self._send(title, array_of(dense))
+            self._send(title, array_of(tensor))
         return gradient
 
     def _waited(self, title: str) -> tuple[bool, Array]:
@@ -144,13 +144,13 @@ class CrossBarrier:
         self._read.add(title)
         if not self._sent:
             return False, array
-        if len(self._sent) < len(self._kinds):  # the loss does not depend on the others
+        if len(self._sent) < len(self._kinds):  # the loss does not depend on the other variables
             self._gradients.zero_missing()
             self._sent = set(self._kinds)
         self._gradients.deliver(title, address_of(array), array.nbytes)
         return True, array
 
-    def _send(self, title: str, array: Array) -> None:
+    def _send(self, title: str, array: Array) -> tuple[()]:
         if self._read:
             if self._sent:
                 unread = [each for each in self._kinds if each not in self._read]
@@ -163,36 +163,12 @@ class CrossBarrier:
             raise BusyError(f"a second gradient of {title!r} in one step: one tape and one loss make a step")
         self._sent.add(title)
         self._gradients.fill(title, address_of(array), array.nbytes)
+        return ()  # `traced` calls functions that return arrays
 
     def _close(self) -> None:
         self._gradients.step()
         self._sent.clear()
         self._read.clear()
-
-
-class _Wait:
-    """The function that TensorFlow calls for a read, in the order of the program."""
-
-    __name__ = "bpsfast_wait"
-
-    def __init__(self, crossing: CrossBarrier, title: str) -> None:
-        self._crossing, self._title = crossing, title
-
-    def __call__(self) -> tuple[bool, Array]:
-        return self._crossing._waited(self._title)
-
-
-class _Send:
-    """The function that TensorFlow calls with a gradient."""
-
-    __name__ = "bpsfast_send"
-
-    def __init__(self, crossing: CrossBarrier, title: str) -> None:
-        self._crossing, self._title = crossing, title
-
-    def __call__(self, gradient: Any) -> list[Array]:
-        self._crossing._send(self._title, gradient)
-        return []
 
 
 def _done(operation: Any) -> Any:

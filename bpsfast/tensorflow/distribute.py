@@ -26,19 +26,20 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
     """A `tf.distribute.MirroredStrategy` of one device, which reduces over all ranks of the job.
 
     Optimizers and `tf.distribute.ReplicaContext.all_reduce` reduce over all ranks, in the same order on all, eagerly
-    and inside `tf.function`; all tensors of a call travel together. For `tf.distribute` each rank is a job of one
-    replica: ``num_replicas_in_sync`` is 1, batches are those of one rank, and `reduce` and `gather`, for reports, are
-    this rank's own. Each rank initializes its variables: use `broadcast_variables` to start from those of one rank.
+    and inside `tf.function`; a call sends all its tensors together. For `tf.distribute` each rank is a job of one
+    replica: ``num_replicas_in_sync`` is 1, batches are those of one rank, and `reduce` and `gather`, for reports,
+    return this rank's own values. Each rank initializes its variables: use `broadcast_variables` to start from those of
+    one rank.
 
     Parameters
     ----------
     devices
-        One device. None: the GPU that is visible to this process, else the CPU.
+        One device. None: the only GPU that this process sees, else the CPU.
     cross_device_ops
         TensorFlow's; must be None, as bpsfast reduces.
     op
-        What SUM means over the ranks. Average: their mean, as in `DistributedOptimizer`, so learning rates stay. Sum:
-        their sum, as in BytePS. MEAN is always the mean.
+        How TensorFlow's SUM combines the ranks. Average: their mean, as in `DistributedOptimizer`, which suits the
+        same learning rate. Sum: their sum, as in BytePS. MEAN is always the mean.
 
     Raises
     ------
@@ -62,7 +63,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
 
 
 def _one_of(devices: Sequence[str] | None) -> str:
-    """Return the one device; raise if there are others."""
+    """Return the only one of *devices*; raise if there are others."""
     if devices is None:
         gpus = tf.config.list_logical_devices("GPU")
         found = [gpu.name for gpu in gpus] or ["/device:CPU:0"]
@@ -88,7 +89,7 @@ class _Across(MirroredExtended):  # type: ignore[misc]
         self._average = average
 
     def _use_merge_call(self) -> bool:
-        """Use `_batch_reduce_to` inside XLA, too, which then reports that it has no such operation."""
+        """Use `_batch_reduce_to` inside XLA, too, which then reports that it does not support the operation."""
         return True
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:

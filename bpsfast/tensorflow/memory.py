@@ -1,7 +1,7 @@
-"""TensorFlow's tensors as NumPy arrays, and arrays as tensors, without a copy where TensorFlow allows it."""
+"""Converts TensorFlow's tensors to NumPy arrays and back, without a copy if possible, eagerly and in `tf.function`."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +18,28 @@ Array = np.ndarray[Any, Any]
 _ALIGNMENT = 64
 #: Results of at least this size have memory of their own; smaller ones of a call share some.
 _OWN_NBYTES = 64 << 10
+
+
+def dense(tensor: Any, what: str) -> Any:
+    """Return *tensor* as a dense `tf.Tensor`.
+
+    Raises `UnsupportedError`, which names it as *what*, if it is sparse, ragged, or not numeric.
+    """
+    if isinstance(tensor, tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor | str | bytes):
+        raise UnsupportedError(f"{what} is a {type(tensor).__name__}: only dense tensors and numbers are taken")
+    try:
+        found = tf.convert_to_tensor(tensor)
+    except (TypeError, ValueError) as exc:
+        raise UnsupportedError(f"{what} is a {type(tensor).__name__}, of which TensorFlow makes no tensor: {exc}"
+                               ) from exc
+    if found.dtype.as_numpy_dtype is object or found.dtype in (tf.variant, tf.resource):
+        raise UnsupportedError(f"{what} is of dtype {found.dtype.name}: only numbers are taken")
+    return found
+
+
+def without_rows(gradients: Sequence[Any]) -> list[Any]:
+    """Return *gradients* with `tf.IndexedSlices` as dense tensors."""
+    return [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients]
 
 
 def wire_dtype(dtype: Any, what: str) -> str:
@@ -62,9 +84,7 @@ def _aligned(nbytes: int) -> Array:
 
 
 def tensor_of(array: Array) -> Any:
-    """Return an eager CPU tensor with the elements of *array*, which is not used afterwards: a copy unless it is
-    `empty`'s.
-    """
+    """Return an eager CPU tensor that takes over *array* if `empty` made it, else a copy."""
     if array.size and address_of(array) % _ALIGNMENT == 0 and array.dtype != TABLE["bfloat16"].numpy:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     with tf.device("CPU:0"):
@@ -72,6 +92,43 @@ def tensor_of(array: Array) -> Any:
 
 
 def address_of(array: Array) -> int:
-    """Return where *array* begins."""
+    """Return the address of *array*'s first element."""
     found: int = array.__array_interface__["data"][0]
     return found
+
+
+class _ArrayFunction:
+    """A function of NumPy arrays that returns NumPy arrays, for `tf.numpy_function`: a graph keeps it."""
+
+    __name__ = "bpsfast"
+
+    def __init__(self, run: Callable[..., Sequence[Any]]) -> None:
+        self._run = run
+
+    def __call__(self, *arrays: Any) -> list[Array]:
+        return [np.asarray(found) for found in self._run(*[np.asarray(array) for array in arrays])]
+
+
+#: The dtype and the shape of a tensor.
+Kind = tuple[Any, Any]
+
+
+def traced(run: Callable[..., Sequence[Any]], tensors: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
+    """Return symbolic tensors of *kinds*: what *run* returns for the arrays of *tensors* whenever the graph is run.
+
+    The graph runs such functions in the order in which they were traced.
+    """
+    results = tf.numpy_function(_ArrayFunction(run), list(tensors), [dtype for dtype, _ in kinds])
+    if not kinds:
+        return []
+    for result, (_, shape) in zip(results, kinds):
+        result.set_shape(shape)
+    return list(results)
+
+
+def computed(run: Callable[..., Sequence[Any]], tensors: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
+    """Return what *run* returns for the arrays of *tensors*, as CPU tensors; while tracing, as `traced`."""
+    if any(tf.is_symbolic_tensor(tensor) for tensor in tensors):
+        return traced(run, tensors, kinds)
+    with tf.device("CPU:0"):
+        return [tf.convert_to_tensor(array) for array in run(*[np.asarray(tensor.numpy()) for tensor in tensors])]

@@ -1,38 +1,37 @@
 """push_pull of TensorFlow's tensors, eagerly and inside `tf.function`, with BytePS's signature (`byteps.tensorflow`).
 
-Inside `tf.function` one `tf.numpy_function` makes all sums of a call. TensorFlow regards it as stateful, so these
+Inside `tf.function` one `tf.numpy_function` makes all sums of a call. TensorFlow treats it as stateful, so these
 operations run in the order in which Python traced them, which is the same on all ranks.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-from ..compression.choice import Choice, chosen, chosen_among
+from ..compression.choice import Choice, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
-from ..trainer.arguments import averages, checked_learning_rate
+from ..trainer.arguments import checked_learning_rate, takes_mean
 from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
 from ..trainer.sparse_table import table_of
 from .compression import Compression, CompressionLike, parted
-from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
+from .memory import Array, Kind, address_of, array_of, dense, empty, tensor_of, traced, wire_dtype
 
 
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
-            sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
-            learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
-    """Return the sums (means) of *tensors* over all ranks; all travel at once.
+            sparse_as_dense: bool = True, learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
+    """Return the sums (means) of *tensors* over all ranks; all are sent before the first result is awaited.
 
-    Eagerly and while tracing. All ranks make their calls in the same order.
+    Eagerly and while tracing. All ranks make their calls in the same order. Earlier ones of *tensors* are sent first.
 
     Parameters
     ----------
     tensors
-        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices`, or None, which stays; the same ones on all ranks.
+        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices`, or None, which stays None; the same on all ranks.
         Shapes need not be known while tracing. Eager tensors on the CPU are not copied.
     names
         The names of *tensors* in the job. A name always has the same shape and dtype.
@@ -41,14 +40,12 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     compression
         A compressor, or a choice of codecs (`bpsfast.tensorflow.compression`).
     sparse_as_dense
-        `tf.IndexedSlices` travel as dense tensors, and are returned as such. Otherwise their rows travel, and
-        `tf.IndexedSlices` are returned, with each index once; no codec applies to them.
-    priorities
-        Higher goes first. None: earlier ones of *tensors* are more urgent.
+        `tf.IndexedSlices` are sent and returned as dense tensors. Otherwise their rows are sent, and `tf.IndexedSlices`
+        are returned, with each index once; no codec applies to them.
     learning_rate
         The learning rate of the step, a number or a scalar tensor, for error feedback.
     has_shapes_behind
-        Append the shapes, which may be known only at run time, to the names.
+        Append the shapes, which may be unknown while tracing, to the names.
 
     Returns
     -------
@@ -57,10 +54,10 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     Raises
     ------
     UnsupportedError, ConfigError
-        If something cannot be summed, or *compression* is not possible: before anything is sent.
+        If something cannot be summed, or *compression* is invalid; nothing is sent.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow makes errors of its own of them (`tf.errors`:
-        InvalidArgumentError of MismatchError, UnknownError of others), with class and text.
+        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow raises `tf.errors` with their class and text instead:
+        InvalidArgumentError for MismatchError, else UnknownError.
     """
     process.current()
     compressor, choice = parted(compression)
@@ -68,30 +65,29 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     if len(names) != len(tensors) or len({names[place] for place in kept}) < len(kept):
         raise ConfigError(f"{len(tensors)} tensors need as many different names, got {list(names)[:8]}")
     contexts: dict[int, Any] = {}
-    dense: dict[int, Any] = {}
+    whole: dict[int, Any] = {}
     sparse: dict[int, Any] = {}
     for place in kept:
         tensor = tensors[place]
         if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-            sparse[place] = _rows(tensor, names[place])
-            values, contexts[place] = compressor.compress(tensor.values)
-            sparse[place]["values"] = values
+            rows = _with_shape(tensor, names[place])
+            values, contexts[place] = compressor.compress(rows.values)
+            sparse[place] = {"indices": rows.indices, "values": values, "dense_shape": rows.dense_shape}
         else:
-            dense[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
-    given = [*dense.values(), *(part for rows in sparse.values() for part in rows.values())]
-    for name, tensor in zip([names[place] for place in [*dense, *sparse]],
-                            [*dense.values(), *(rows["values"] for rows in sparse.values())]):
+            whole[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
+    given = [*whole.values(), *(part for rows in sparse.values() for part in rows.values())]
+    for name, tensor in zip([names[place] for place in [*whole, *sparse]],
+                            [*whole.values(), *(rows["values"] for rows in sparse.values())]):
         wire_dtype(tensor.dtype, repr(name))
     if not given:
         return [None] * len(tensors)
-    order = list(range(0, -len(tensors), -1)) if priorities is None else list(priorities)
-    call = _Call([names[place] for place in dense], [names[place] for place in sparse], bool(average),
-                 [order[place] for place in dense], choice, has_shapes_behind)
+    call = _Call([names[place] for place in whole], [names[place] for place in sparse], bool(average),
+                 [-place for place in whole], choice, has_shapes_behind)
     sums = call.made(given, learning_rate)
     found: list[Any] = [None] * len(tensors)
-    for place, total in zip(dense, sums):
+    for place, total in zip(whole, sums):
         found[place] = compressor.decompress(total, contexts[place])
-    pairs = iter(sums[len(dense):])
+    pairs = iter(sums[len(whole):])
     for place, rows in sparse.items():
         indices, values = next(pairs), next(pairs)
         values = compressor.decompress(values, contexts[place])
@@ -102,41 +98,27 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
 def _dense(tensor: Any, name: str) -> Any:
     """Return *tensor* as a dense tensor."""
     if isinstance(tensor, tf.IndexedSlices):
-        _require_shape(tensor, name)
-        return tf.convert_to_tensor(tensor)
+        return tf.convert_to_tensor(_with_shape(tensor, name))
     if isinstance(tensor, tf.Variable):
         return tensor.value()
-    if not isinstance(tensor, tf.Tensor):
-        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, which is not dense: convert it first")
-        if isinstance(tensor, str | bytes):
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}: only tensors and numbers are summed")
-        try:
-            return tf.convert_to_tensor(tensor)
-        except (TypeError, ValueError) as exc:
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, of which TensorFlow makes no tensor: "
-                                   f"{exc}") from exc
-    return tensor
+    return tensor if isinstance(tensor, tf.Tensor) else dense(tensor, repr(name))
 
 
-def _rows(tensor: Any, name: str) -> dict[str, Any]:
-    _require_shape(tensor, name)
-    return {"indices": tensor.indices, "values": tensor.values, "dense_shape": tensor.dense_shape}
-
-
-def _require_shape(tensor: Any, name: str) -> None:
+def _with_shape(tensor: Any, name: str) -> Any:
+    """Return the rows *tensor*; raises `UnsupportedError` if the shape of their table is unknown."""
     if tensor.dense_shape is None:
         raise UnsupportedError(f"{name!r} are IndexedSlices without dense_shape, so their table's size is unknown: "
                                "give tf.IndexedSlices(values, indices, dense_shape)")
+    return tensor
 
 
 class _Call(NamedTuple):
-    """One call of `reduced`: the names of its dense tensors, and of the tables whose rows it sums."""
+    """One call of `reduced`. *names* are of dense tensors, *tables* of those whose rows are summed."""
 
     names: list[str]
     tables: list[str]
     average: bool
-    priorities: list[int | None]
+    priorities: list[int]
     choice: Choice | None
     has_shapes_behind: bool
 
@@ -144,21 +126,16 @@ class _Call(NamedTuple):
         """Return the sums of *tensors*: dense ones, then indices, values and shape of each table."""
         if rate is not None:
             tensors = [*tensors, tf.convert_to_tensor(rate)]
+        run = partial(self.run, rate is not None)
         if all(hasattr(tensor, "backing_device") for tensor in tensors):
-            return [tensor_of(array) for array in self.run([array_of(tensor) for tensor in tensors], rate is not None)]
+            return [tensor_of(array) for array in run(*[array_of(tensor) for tensor in tensors])]
         n = len(self.names)
-        ends = range(n, n + 3 * len(self.tables), 3)
-        dtypes = [tensor.dtype for tensor in tensors[:n]]
-        shapes = [tensor.shape for tensor in tensors[:n]]
-        for begin in ends:
-            dtypes += [tf.int64, tensors[begin + 1].dtype]
-            shapes += [tf.TensorShape([None]), tf.TensorShape([None, *tensors[begin + 1].shape[1:]])]
-        sums = tf.numpy_function(_Traced(self, rate is not None), list(tensors), dtypes)
-        for total, shape in zip(sums, shapes):
-            total.set_shape(shape)
-        return list(sums)
+        kinds: list[Kind] = [(tensor.dtype, tensor.shape) for tensor in tensors[:n]]
+        for values in tensors[n + 1 : n + 3 * len(self.tables) : 3]:
+            kinds += [(tf.int64, [None]), (values.dtype, [None, *values.shape[1:]])]
+        return traced(run, tensors, kinds)
 
-    def run(self, arrays: Sequence[Any], has_rate: bool) -> list[Array]:
+    def run(self, has_rate: bool, *arrays: Any) -> list[Array]:
         """Sum *arrays*, in the order of `made`; the last one is the learning rate if *has_rate*."""
         session = process.current()
         rate = checked_learning_rate(float(arrays[-1])) if has_rate else None
@@ -166,8 +143,8 @@ class _Call(NamedTuple):
         pending = []
         for place, name in zip(range(n, n + 3 * len(self.tables), 3), self.tables):
             indices, values, shape = arrays[place : place + 3]
-            whole = tuple(int(k) for k in shape)
-            table = table_of(session, f"{name}{whole}" if self.has_shapes_behind else name, whole, values.dtype,
+            size = tuple(int(k) for k in shape)
+            table = table_of(session, f"{name}{size}" if self.has_shapes_behind else name, size, values.dtype,
                              self.average)
             table.push(indices, values)
             pending.append(table)
@@ -181,18 +158,6 @@ class _Call(NamedTuple):
         return sums
 
 
-class _Traced:
-    """The function that TensorFlow calls with NumPy arrays, and keeps as long as the graph."""
-
-    __name__ = "bpsfast_push_pull"
-
-    def __init__(self, call: _Call, has_rate: bool) -> None:
-        self._call, self._has_rate = call, has_rate
-
-    def __call__(self, *arrays: Any) -> list[Array]:
-        return self._call.run([np.asarray(array) for array in arrays], self._has_rate)
-
-
 _Kinds = tuple[tuple[tuple[int, ...], str], ...]
 _bundles: dict[Any, Bundle] = {}
 
@@ -202,7 +167,8 @@ def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
     names = call.names
     if call.has_shapes_behind:
         names = [f"{name}{shape}" for name, (shape, _) in zip(names, kinds)]
-    codecs = _codecs(session, call.choice, names, kinds) if call.choice is not None else {}
+    codecs = {} if call.choice is None else chosen_among(
+        call.choice, dict(zip(names, kinds)), session.settings.min_compress_bytes, is_alone=len(names) == 1)
     key = tuple(names), kinds, call.average, tuple(call.priorities), tuple(codecs.items())
     bundle = _bundles.get(key)
     if bundle is None or bundle.session is not session:
@@ -211,27 +177,6 @@ def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
         leaves = [Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds)]
         bundle = _bundles[key] = Bundle(session, specs_of(leaves, call.average, call.priorities))
     return bundle
-
-
-def _codecs(session: Session, choice: Choice, names: Sequence[str], kinds: _Kinds) -> dict[str, Any]:
-    least = session.settings.min_compress_bytes
-    if len(names) == 1:
-        codec = chosen(choice, names[0], *kinds[0], least, is_alone=True)
-        return {} if codec is None else {names[0]: codec}
-    return chosen_among(choice, dict(zip(names, kinds)), least)
-
-
-def takes_mean(average: bool | None, op: int | None) -> bool:
-    """Return whether BytePS's *average* or *op*, of which at most one is given, asks for a mean (the default).
-
-    Raises
-    ------
-    ConfigError
-        If both are given, or *op* is neither Average nor Sum.
-    """
-    if average is not None and op is not None:
-        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
-    return averages(True if average is None else average, op)
 
 
 def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "",
@@ -245,25 +190,22 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     Parameters
     ----------
     tensor
-        A dense tensor, a variable, a number, or `tf.IndexedSlices`, whose rows travel.
+        A dense tensor, a variable, a number, or `tf.IndexedSlices`, of which only the rows are sent.
     scope
         Put before the name.
     average
         BytePS's older name of *op*: True is Average (the default), False is Sum.
     device_dense, device_sparse
-        BytePS's; ignored. Tensors of GPUs pass through the host.
+        BytePS's; ignored. Tensors of GPUs are copied to the host.
     compression
-        A compressor, or a choice of codecs. Give a *name* if the codec keeps errors.
+        A compressor, or a choice of codecs. Codecs with error feedback need a *name*.
     enable_async
-        True is an error: use `bpsfast.AsyncWeights` for asynchronous training.
+        True raises UnsupportedError: use `bpsfast.AsyncWeights` for asynchronous training.
     name
-        The tensor's name in the job. None: it is made of *scope*, dtype and shape, so that all calls of a loop have
-        the same name.
+        The tensor's name in the job. None: it is made of *scope*, dtype and shape, so all calls of a loop have the same
+        name.
 
-    Raises
-    ------
-    ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `reduced` of `bpsfast.tensorflow.ops`.
+    Raises as `reduced` of `bpsfast.tensorflow.ops`, whose errors are those of `bpsfast.push_pull`.
     """
     mean = takes_mean(average, op)
     parted(compression)
@@ -292,7 +234,7 @@ def _summed(tensor: Any, title: str, mean: bool, compression: CompressionLike, h
 
 
 def _name(scope: str, tensor: Any, mean: bool) -> str:
-    """Return the name of all tensors of this kind; their shape is appended later."""
+    """Return the default name of tensors of this kind; their shape is appended later."""
     kind = tf.as_dtype(tensor.dtype).name if hasattr(tensor, "dtype") else type(tensor).__name__
     form = "rows" if isinstance(tensor, tf.IndexedSlices) else "tensor"
     return f"BytePSPushPull_{scope}{kind}.{form}.{'mean' if mean else 'sum'}"

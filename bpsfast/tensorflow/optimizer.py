@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
-from ..trainer.arguments import Average, averages
+from ..trainer.arguments import Average, averages, check_passes
 from .compression import Compression, CompressionLike, parted
+from .memory import without_rows
 from .ops import reduced
 
 
@@ -20,7 +21,7 @@ class DistributedGradientTape:
     Parameters
     ----------
     device_dense, device_sparse
-        BytePS's; ignored. Tensors of GPUs pass through the host.
+        BytePS's; ignored. Tensors of GPUs are copied to the host.
     compression
         A compressor, or a choice of codecs by names: `<prefix>.gradient.<number>.<name of the variable>`.
     sparse_as_dense
@@ -29,12 +30,9 @@ class DistributedGradientTape:
         Average or Sum.
     scope
         The prefix of the names. None: it is made of the sources. Equal models that are trained at the same time need
-        one if a codec keeps errors.
+        one for codecs with error feedback.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is invalid.
+    Raises ConfigError if an argument is invalid.
     """
 
     def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
@@ -58,14 +56,14 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, learning_rate: Any = None, **keywords: Any) -> Any:
-        """As `tf.GradientTape.gradient`, summed over all ranks; sources without a gradient have None on all ranks.
+        """As `tf.GradientTape.gradient`, summed over all ranks; the same sources have the gradient None on all ranks.
 
         *learning_rate* is the step's, for error feedback. Raises as `ops.reduced`.
         """
         local = self._tape.gradient(target, sources, *arguments, **keywords)
         flat = tf.nest.flatten(local)
         if self._sparse_as_dense:
-            flat = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in flat]
+            flat = without_rows(flat)
         return tf.nest.pack_sequence_as(local, self._sums(tf.nest.flatten(sources), flat, learning_rate))
 
     def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
@@ -77,10 +75,11 @@ class DistributedGradientTape:
 def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None = None) -> list[str]:
     """Return names for the *gradients* of *sources*, the same on all ranks, in every run and every trace.
 
-    Without *scope* the prefix is a digest of the sources' kinds and of which gradients are sparse or None, so that the
-    same tensors travel together under a name.
+    Without *scope* the prefix is a digest of the sources' kinds and of which gradients are sparse or None, so that a
+    name always stands for the same tensors.
     """
-    names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
+    names = [str(getattr(source, "path", None) or (source.name if isinstance(source, tf.Variable) else "tensor")
+                 ).partition(":")[0] for source in sources]
     if scope is None:
         kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape), _form(gradient))
                  for name, source, gradient in zip(names, sources, gradients)]
@@ -92,19 +91,11 @@ def _form(gradient: Any) -> str:
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _name(source: Any) -> str:
-    return source.name if isinstance(source, tf.Variable) else "tensor"
-
-
 class PassAccumulator:
-    """Sums of the gradients of *n* backward passes, in variables of this rank that are neither broadcast nor saved.
+    """Adds the gradients of *n* backward passes in variables of this rank, which are neither broadcast nor saved.
 
-    Works eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables.
-
-    Parameters
-    ----------
-    average
-        Divide by *n*.
+    Works eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables. *average*:
+    divide the sums by *n*.
     """
 
     def __init__(self, n: int, average: bool) -> None:
@@ -115,18 +106,12 @@ class PassAccumulator:
     def added(self, gradients: Sequence[Any], summed: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Add *gradients* to the sums. After the last pass return what *summed* returns for the sums.
 
-        After other passes return zeros, which `applied` does not apply. None stays None.
-
-        Raises
-        ------
-        UnsupportedError
-            For `tf.IndexedSlices`, and gradients of unknown shape.
-        MismatchError
-            If they differ from those of the first pass.
+        After other passes return zeros, which `applied` does not apply. None stays None. Raises UnsupportedError for
+        `tf.IndexedSlices` and gradients of unknown shape, MismatchError if they differ from those of the first pass.
         """
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        kept = [gradients[place] for place in places]
-        for place, gradient in zip(places, kept):
+        present = [gradients[place] for place in places]
+        for place, gradient in zip(places, present):
             if isinstance(gradient, tf.IndexedSlices):
                 raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} has rows "
                                        "(tf.IndexedSlices), which differ from pass to pass: use sparse_as_dense=True")
@@ -134,12 +119,12 @@ class PassAccumulator:
                 raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} is of shape "
                                        f"{gradient.shape}, which must be known to add passes")
         if self._count is None:
-            self._make(kept)
+            self._make(present)
         found, known = ([(tuple(each.shape), each.dtype.base_dtype.name) for each in these]
-                        for these in (kept, self._sums))
+                        for these in (present, self._sums))
         if found != known:
             raise MismatchError(f"the passes of a step have different gradients: {found[:8]} now, {known[:8]} before")
-        added = [total.assign_add(gradient, read_value=False) for total, gradient in zip(self._sums, kept)]
+        added = [total.assign_add(gradient, read_value=False) for total, gradient in zip(self._sums, present)]
         with tf.control_dependencies([each for each in added if each is not None]):
             count = self._count.assign((self._count + 1) % self._n)
         with tf.control_dependencies([count]):
@@ -150,7 +135,7 @@ class PassAccumulator:
         return given
 
     def applied(self, gradients: Sequence[Any], apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Return an operation that runs *apply* after the last pass of a step, else *skip*. *gradients*: of `added`."""
+        """Return an operation that runs *apply* after a step's last pass, else *skip*. `added` returned *gradients*."""
         with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
             return tf.cond(tf.equal(self._count, 0), lambda: _done(apply()), lambda: _done(skip()))
 
@@ -186,7 +171,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
                          device_sparse: str = "", compression: CompressionLike = Compression.none,
                          sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: int = Average, *,
                          average_aggregated_gradients: bool = False) -> Any:
-    """Return *optimizer* with gradients averaged (summed) over all ranks first.
+    """Return *optimizer* as one that first averages (sums) its gradients over all ranks.
 
     An optimizer of Keras is wrapped by `bpsfast.keras.DistributedOptimizer`. For one of TensorFlow 1
     (`tf.compat.v1.train`) ``compute_gradients`` returns averages. *use_locking* and devices are BytePS's.
@@ -200,16 +185,11 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
     average_aggregated_gradients
         Divide the sum of the passes by their number, as Horovod does.
 
-    Raises
-    ------
-    ConfigError
-        If *optimizer* is neither, or an argument is invalid.
+    Raises ConfigError if *optimizer* is of neither kind, or an argument is invalid.
     """
     mean = averages(True, op)
     parted(compression)
-    n = backward_passes_per_step
-    if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"backward_passes_per_step={n!r}: a step has at least one pass")
+    check_passes(n := backward_passes_per_step)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean,
                         PassAccumulator(n, average_aggregated_gradients) if n > 1 else None)
@@ -218,7 +198,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
 
 
 class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """An optimizer of TensorFlow 1 that applies averages."""
+    """An optimizer of TensorFlow 1 whose gradients are averaged (summed) over all ranks."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool, compression: CompressionLike,
                  sparse_as_dense: bool, average: bool, passes: PassAccumulator | None) -> None:
@@ -230,19 +210,15 @@ class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._passes = passes
 
     def compute_gradients(self, *arguments: Any, **keywords: Any) -> list[tuple[Any, Any]]:
-        """Return gradients that are averaged over all ranks, with their variables.
-
-        Of several passes before the last one of a step: zeros.
-        """
+        """Return gradients averaged over all ranks, and their variables; zeros before the last pass of a step."""
         pairs = self._optimizer.compute_gradients(*arguments, **keywords)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         if self._sparse_as_dense:
-            gradients = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each
-                         for each in gradients]
+            gradients = without_rows(gradients)
         names = names_of(variables, gradients, self._scope)
-        kept = [name for name, gradient in zip(names, gradients) if gradient is not None]
+        present = [name for name, gradient in zip(names, gradients) if gradient is not None]
 
-        def summed(these: list[Any], names: list[str] = kept) -> list[Any]:
+        def summed(these: list[Any], names: list[str] = present) -> list[Any]:
             return reduced(these, names, self._average, compression=self._compression,
                            sparse_as_dense=self._sparse_as_dense)
 

@@ -54,10 +54,7 @@ _COMMAND_S = 60.0
 
 
 class Entry(NamedTuple):
-    """One file of the report: name, description, and a function that returns its text, or data for JSON.
-
-    `has_versions`: numbers with dots in it are versions, not addresses.
-    """
+    """One file of the report: name, description, function for its text or JSON data, whether 1.2.3.4 is a version."""
 
     name: str
     about: str
@@ -101,17 +98,17 @@ def named(paths: Sequence[Path]) -> tuple[list[Path], list[Omission]]:
         for each in found[:_MOST_FILES]:
             try:
                 with each.open("rb") as file:
-                    if b"\0" in file.read(8192):
-                        left_out.append(Omission(str(each), "it holds no text"))
-                        continue
+                    reason = "it holds no text" if b"\0" in file.read(8192) else ""
             except OSError as exc:
-                left_out.append(Omission(str(each), exc.strerror or str(exc)))
-                continue
-            files.append(each)
+                reason = exc.strerror or str(exc)
+            if reason:
+                left_out.append(Omission(str(each), reason))
+            else:
+                files.append(each)
     return files, left_out
 
 
-def had(entry: Entry) -> tuple[Any, str]:
+def read(entry: Entry) -> tuple[Any, str]:
     """Return the content of *entry*, and "" or why it could not be read; the report goes on without it."""
     try:
         return entry.get(), ""
@@ -163,11 +160,6 @@ def last_lines(path: Path, n_lines: int) -> str:
     return f"(the rest of a private key)\n{text[key.end():].lstrip()}" if key and key[1] == "END" else text
 
 
-def as_text(found: Any) -> str:
-    """Return an entry as text for the archive."""
-    return found if isinstance(found, str) else json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-
-
 def _command(*arguments: str) -> Any:
     """Return the JSON of one of our commands, run in a process of its own because a driver library may crash it."""
     done = subprocess.run([sys.executable, "-m", "bpsfast", *arguments, "--json"], capture_output=True,
@@ -200,14 +192,14 @@ def gather(entries: Iterable[Entry], scrubber: Redactor) -> tuple[list[File], li
     left_out: list[Omission] = []
     chosen = list(entries)
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="bpsfast-report") as executor:
-        for entry, (found, reason) in zip(chosen, executor.map(had, chosen)):
+        for entry, (found, reason) in zip(chosen, executor.map(read, chosen)):
             try:
                 name, about = scrubber.text(entry.name), scrubber.text(entry.about)
                 if reason:
                     left_out.append(Omission(name, scrubber.text(reason)))
                     continue
-                shown = scrubber.text(found, not entry.has_versions) if isinstance(found, str) else as_text(
-                    scrubber.data(found, not entry.has_versions))
+                shown = scrubber.text(found, not entry.has_versions) if isinstance(found, str) else json.dumps(
+                    scrubber.data(found, not entry.has_versions), indent=1, ensure_ascii=False) + "\n"
                 scrubber.check(shown)
             except Leak as exc:
                 left_out.append(Omission(f"entry {len(files) + len(left_out) + 1}", str(exc)))
@@ -227,12 +219,8 @@ def readme(files: Sequence[File], left_out: Sequence[Omission]) -> File:
 def write(path: Path, files: Sequence[File]) -> int:
     """Write the archive, readable by this user only; return its size in bytes. Never overwrites a file.
 
-    Raises
-    ------
-    ConfigError
-        The file exists, or cannot be created.
-    OSError
-        There is no space or no permission; no partial file is left.
+    Raises `ConfigError` if the file exists or cannot be created, `OSError` if there is no space or no permission.
+    No partial file is left.
     """
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(

@@ -114,7 +114,8 @@ def take(facts: Facts) -> Inventory:
     return Inventory(
         version=__version__, folder=str(Path(__file__).parents[1]), python=platform.python_version(),
         interpreter=sys.executable, machine=_machine(facts), modules=tuple(map(_module, _MODULES)),
-        transports=_transports(facts), verbs=_verbs(facts), devices=_devices(facts),
+        transports=(_shm(facts), _tcp(facts), _rdma(facts), _encryption()), verbs=_verbs(facts),
+        devices=_devices(facts),
         frameworks=tuple(_framework(*row) for row in _FRAMEWORKS),
         packages=tuple(_package(name, what) for name, what in _PACKAGES.items()), gpus=_gpus(facts),
         limits=_limits(facts))
@@ -162,10 +163,6 @@ def _module(name: str) -> Part:
     return Part(full, True, Path(module.__file__ or "").name)
 
 
-def _transports(facts: Facts) -> tuple[Part, ...]:
-    return _shm(facts), _tcp(facts), _rdma(facts), _encryption()
-
-
 def _shm(facts: Facts) -> Part:
     """Try what nodes and ranks of one machine need: a memfd and an abstract local socket."""
     try:
@@ -174,14 +171,18 @@ def _shm(facts: Facts) -> Part:
             local.bind(b"\0bpsfast-info-%d" % os.getpid())
     except OSError as exc:
         return Part("shm", False, "", f"{exc}: ranks cannot reach their node, so nothing works")
-    unwanted = ("BPSFAST_ALLOW_SHM = 0: nodes of one host use tcp" if not facts.settings.allow_shm else "")
-    return Part("shm", True, "memfd, abstract sockets", unwanted)
+    return Part("shm", True, "memfd, abstract sockets",
+                "" if facts.settings.allow_shm else "BPSFAST_ALLOW_SHM = 0: nodes of one host use tcp")
 
 
 def _tcp(facts: Facts) -> Part:
     control = (facts.host.tree.text("proc/sys/net/ipv4/tcp_congestion_control") or "?").strip()
-    unwanted = f"BPSFAST_TRANSPORT = {facts.settings.transport}" if facts.settings.transport in ("shm", "rdma") else ""
-    return Part("tcp", True, f"{facts.settings.tcp_streams} streams to each peer, {control}", unwanted)
+    return Part("tcp", True, f"{facts.settings.tcp_streams} streams to each peer, {control}", _unwanted(facts, "tcp"))
+
+
+def _unwanted(facts: Facts, transport: str) -> str:
+    """Return the setting that excludes *transport*, "" if none does."""
+    return "" if facts.settings.transport in ("auto", transport) else f"BPSFAST_TRANSPORT = {facts.settings.transport}"
 
 
 def _rdma(facts: Facts) -> Part:
@@ -195,8 +196,8 @@ def _rdma(facts: Facts) -> Part:
         codes = ", ".join(f"{each.check.code} {each.check.title}" for each in blocks)
         return Part("rdma", False, "", f"{codes}; see bpsfast doctor")
     names = ", ".join(rail.name for rail in facts.choice.rails)
-    unwanted = f"BPSFAST_TRANSPORT = {facts.settings.transport}" if facts.settings.transport in ("shm", "tcp") else ""
-    return Part("rdma", bool(names), names, unwanted if names else "no port is active; see bpsfast devices")
+    return Part("rdma", bool(names), names,
+                _unwanted(facts, "rdma") if names else "no port is active; see bpsfast devices")
 
 
 def _encryption() -> Part:
@@ -210,18 +211,18 @@ def _encryption() -> Part:
 
 
 def _verbs(facts: Facts) -> Part:
-    said = facts.verbs
-    if said is None or said.error:
-        return Part("libibverbs", False, "", said.error if said else "it was not asked")
-    return Part("libibverbs", True, f"{said.version} (verbs={said.provider}), fork safety {said.fork}")
+    report = facts.verbs
+    if report is None or report.error:
+        return Part("libibverbs", False, "", report.error if report else "it was not queried")
+    return Part("libibverbs", True, f"{report.version} (verbs={report.provider}), fork safety {report.fork}")
 
 
 def _devices(facts: Facts) -> tuple[Part, ...]:
-    opened = facts.verbs.devices if facts.verbs else {}
     parts = []
     for device in facts.host.devices:
         ports = ", ".join(f"port {port.number} {port.state}" for port in device.ports)
-        error = opened[device.name].error if device.name in opened else "libibverbs does not list it"
+        opened = facts.opened.get(device.name)
+        error = opened.error if opened else "libibverbs does not list it"
         parts.append(Part(device.name, not error, f"{device.driver}, {ports}", error))
     return tuple(parts)
 
@@ -246,8 +247,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _package(name: str, what: str) -> Part:
-    version = installed(name)
-    return Part(name, bool(version), version or "", what)
+    return Part(name, bool(installed(name)), installed(name), what)
 
 
 def _gpus(facts: Facts) -> tuple[Part, ...]:

@@ -58,11 +58,6 @@ def is_secret_name(name: str) -> bool:
     return name not in _FOLDERS and _NAMES.search(name) is not None
 
 
-def secrets_of(environ: Mapping[str, str]) -> set[str]:
-    """Return the secrets in an environment: values of variables with such names."""
-    return {value for name, value in environ.items() if is_secret_name(name) and _is_secret(value)}
-
-
 def found(environ: Mapping[str, str], job_key: str = "", words: Iterable[str] = ()) -> RedactionRules:
     """Return what to hide on this machine. *job_key* is that of the job; *words* are host names from the user."""
     users = {environ[name] for name in _USER_VARIABLES if environ.get(name)}
@@ -74,19 +69,21 @@ def found(environ: Mapping[str, str], job_key: str = "", words: Iterable[str] = 
     else:
         users.add(account.pw_name)
         homes.add(account.pw_dir)
-    hosts = {socket.gethostname(), *words, *_etc_hosts()}
+    known = {name for line in _lines("/etc/hosts") for name in line.partition("#")[0].split()[1:]}
+    hosts = {socket.gethostname(), *words, *(name for name in known if not name.startswith("ip6-"))}
     for name in _HOST_VARIABLES:
         hosts |= set(_HOST.findall(environ.get(name, "")))
     for name in _LISTS:
         hosts |= _listed(environ.get(name, ""))
-    secrets = secrets_of(environ) | ({job_key} if _is_secret(job_key) else set())
+    secrets = {job_key, *(value for name, value in environ.items() if is_secret_name(name))}
     return RedactionRules(
-        secrets=tuple(sorted(secrets, key=lambda secret: (-len(secret), secret))),
+        secrets=_longest_first(filter(_is_secret, secrets)),
         users=tuple(sorted(user for user in users if user not in _NOBODY and len(user) > 1)),
-        homes=tuple(sorted((home.rstrip("/") for home in homes if home.rstrip("/").count("/") > 0 and home != "~"),
-                           key=lambda home: (-len(home), home))),
+        homes=_longest_first(home.rstrip("/") for home in homes if home.rstrip("/").count("/") > 0 and home != "~"),
         hosts=tuple(sorted(host for host in hosts if len(host) > 1 and not host.startswith("localhost"))),
-        domains=_domains())
+        domains=tuple(sorted({word.strip(".") for line in _lines("/etc/resolv.conf")
+                              if line.startswith(("search", "domain"))
+                              for word in line.split()[1:] if "." in word.strip(".")})))
 
 
 def job_key_of(environ: Mapping[str, str]) -> str:
@@ -104,13 +101,16 @@ def _is_secret(value: str) -> bool:
     return len(value.strip()) >= _LEAST_SECRET and value.strip().lower() not in _WORDS
 
 
-def _etc_hosts() -> set[str]:
+def _longest_first(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(words, key=lambda word: (-len(word), word)))
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file, none if it cannot be read."""
     try:
-        lines = Path("/etc/hosts").read_text(errors="replace").splitlines()
+        return Path(path).read_text(errors="replace").splitlines()
     except OSError:
-        return set()
-    return {name for line in lines for name in line.partition("#")[0].split()[1:]
-            if not name.startswith(("localhost", "ip6-"))}
+        return []
 
 
 def _listed(text: str) -> set[str]:
@@ -124,14 +124,6 @@ def _listed(text: str) -> set[str]:
                 hosts |= {f"{prefix}{number:0{len(first)}}" for number in range(int(first), end + 1)}
     return hosts | set(_HOST.findall(_RANGE.sub("", text)))
 
-
-def _domains() -> tuple[str, ...]:
-    try:
-        lines = Path("/etc/resolv.conf").read_text(errors="replace").splitlines()
-    except OSError:
-        return ()
-    words = {word for line in lines if line.startswith(("search", "domain")) for word in line.split()[1:]}
-    return tuple(sorted(word.strip(".") for word in words if "." in word.strip(".")))
 
 _HIDDEN = "(hidden)"
 #: Patterns of well-known tokens.
@@ -164,14 +156,10 @@ class Leak(Exception):
 
 
 class Redactor:
-    """Replaces what *hidden* names, and anything like a token, an address or a home folder. One thread.
-
-    `counts` has the number of replacements of each kind.
-    """
+    """Replaces what *hidden* names and tokens, addresses and home folders; `counts` them by kind. One thread."""
 
     def __init__(self, hidden: RedactionRules) -> None:
-        self._secrets = tuple(sorted({form for secret in hidden.secrets for form in _forms(secret)},
-                                     key=lambda form: (-len(form), form)))
+        self._secrets = _longest_first({form for secret in hidden.secrets for form in _forms(secret)})
         self._homes = [re.compile(re.escape(home) + r"(?![\w.-])") for home in hidden.homes]
         self._users: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
@@ -187,14 +175,8 @@ class Redactor:
         self.counts: Counter[str] = Counter()
 
     def text(self, text: str, addresses: bool = True) -> str:
-        """Return *text* with placeholders. *addresses* False: numbers with dots are versions.
-
-        Raises
-        ------
-        Leak
-            A secret is left, as a placeholder and its surroundings spell it.
-        """
-        done = self._lines(self._without_secrets(text), addresses)
+        """Return *text* with placeholders (no *addresses*: 1.2.3.4 is a version); raise `Leak` if a secret is left."""
+        done = self._redact(self._without_secrets(text), addresses)
         for _ in range(_MOST_ROUNDS):
             if not any(secret in done for secret in self._secrets):
                 break
@@ -227,7 +209,7 @@ class Redactor:
                 text = text.replace(secret, _HIDDEN)
         return text
 
-    def _lines(self, text: str, addresses: bool) -> str:
+    def _redact(self, text: str, addresses: bool) -> str:
         text = self._replaced(_TOKENS, "secrets", text, lambda found: _HIDDEN)
         text = self._replaced(_BEARER, "secrets", text, lambda found: f"{found[1]}{found[2]}{_HIDDEN}")
         text = self._replaced(_URL, "secrets", text, lambda found: _HIDDEN)
@@ -291,16 +273,14 @@ class Redactor:
             return name
         short = name.partition(".")[0]
         if name not in self._hosts:
-            stand_in = self._hosts.get(short) or f"host-{len(set(self._hosts.values())) + 1}"
-            self._hosts[name] = self._hosts[short] = stand_in
+            self._hosts[name] = self._hosts.setdefault(short, f"host-{len(set(self._hosts.values())) + 1}")
         return self._hosts[name]
 
     def _ipv4(self, found: re.Match[str]) -> str:
         try:
-            address = ipaddress.IPv4Address(found[0])
+            return str(self._of_v4(ipaddress.IPv4Address(found[0])))
         except ValueError:
             return found[0]
-        return str(self._of_v4(address))
 
     def _of_v4(self, address: ipaddress.IPv4Address) -> ipaddress.IPv4Address:
         if address.is_loopback or address.is_unspecified or int(address) >> 24 == 255 or address.is_multicast:

@@ -1,7 +1,7 @@
-"""AsyncOptimizer: each worker steps by itself, and pushes how its parameters have changed instead of its gradients.
+"""AsyncOptimizer: each worker steps by itself, and pushes the changes of its parameters instead of gradients.
 
-What BytePS's DistributedOptimizer does with BYTEPS_ENABLE_ASYNC: step, push new - old, take over the newest weights,
-which have the others' changes in them.
+BytePS's DistributedOptimizer with BYTEPS_ENABLE_ASYNC: step, push new - old, take over the newest weights, which
+contain the changes of all workers.
 """
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import MismatchError, UnsupportedError
+from ..orchestration.errors import MismatchError
 from ..orchestration.store import Worker
 from ..trainer import process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
+from .optimizer_wrapper import derive, local_step, trained_parameters
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
-    """What is mixed into the user's optimizer class (see `AsyncOptimizer`)."""
+    """The methods that `AsyncOptimizer` adds to the user's optimizer class."""
 
     _base: type[torch.optim.Optimizer]
     _weights: AsyncWeights
@@ -28,19 +28,11 @@ class _AsyncOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, push the changes, and take over the newest weights.
 
-        Raises
-        ------
-        UnsupportedError
-            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made.
-        StallError, PeerLostError
-            As `AsyncWeights.pull`.
+        Raises as `AsyncWeights.pull`; and `UnsupportedError` on this rank, if a parameter has a gradient that did not
+        require one, or was not there, when this was made.
         """
-        def check() -> None:
-            refuse_unknown(self, self._named.values())
-
-        check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = user_step(self, closure, check)
+        result = local_step(self, closure, self._named.values())
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))
@@ -50,22 +42,18 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay each rank's own."""
+        """Do nothing: each rank steps with its own gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under "async" the weights as this rank has seen them last."""
+        """Return the optimizer's state, and under "async" the weights that this rank received last."""
         weights = {name: p.detach().clone() for name, p in self._named.items()}
         return {**self._base.state_dict(self), "async": weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on all ranks together: with the weights that the root loads.
+        """Continue from what `state_dict` returned, on all ranks together: with the weights that the root loads.
 
-        Raises
-        ------
-        MismatchError
-            If it has no such weights; nothing has changed.
-        ValueError
-            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
+        Raises `MismatchError` if it has no such weights, and the inner optimizer's ValueError if its part of the state
+        is of other groups; then nothing has changed.
         """
         if "async" not in state_dict:
             raise MismatchError("the saved state has no asynchronous weights: it is not an AsyncOptimizer's")
@@ -76,16 +64,8 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         _take(self._weights, self._named)
 
     def close(self) -> None:
-        """Push no more: others do not wait for this rank any longer. Its parameters stay as they are."""
+        """Push no more: other workers do not wait for this rank any longer. Its parameters stay as they are."""
         self._weights.close()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before the optimizer is wrapped")
-
-
-_MEMBERS = members_of(_AsyncOptimizer, "step", "synchronize", "state_dict", "load_state_dict", "close",
-                      "add_param_group")
 
 
 def AsyncOptimizer(
@@ -94,7 +74,7 @@ def AsyncOptimizer(
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that trains asynchronously: no step waits for another worker's.
 
-    Waits until all ranks have come here, and gives all of them rank *root_rank*'s parameters. The result is of a class
+    Blocks until all ranks have called it, and gives all of them rank *root_rank*'s parameters. The result is of a class
     derived from the optimizer's own; the original must not be used any more.
 
     Parameters
@@ -102,19 +82,18 @@ def AsyncOptimizer(
     named_parameters
         (name, parameter) of at least all parameters of the optimizer, in forward order.
     worker, staleness, backups
-        As `AsyncWeights`: ranks of one node add their changes up (with *backups*: average them), and so take their
-        steps together.
+        As `AsyncWeights`: ranks of one node sum their changes (with *backups*: average them), and so step together.
 
     Raises
     ------
     ConfigError
         If an argument is not possible, or names are missing.
     StallError
-        If a rank does not come.
+        If a rank does not call it in time.
     """
     named = dict(trained_parameters(optimizer, named_parameters))
-    wrapped = derive(optimizer, _MEMBERS)
-    edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
+    wrapped = derive(optimizer, _AsyncOptimizer)
+    edition = process.current().tensors.model_number(f"AsyncParam.{name}" for name in named)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
                                     staleness=staleness, backups=backups, root_rank=root_rank,
@@ -124,7 +103,7 @@ def AsyncOptimizer(
 
 
 def _take(weights: AsyncWeights, named: dict[str, torch.Tensor]) -> None:
-    """Write the last answers into the parameters."""
+    """Copy the last answers into the parameters."""
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(tensor_over(weights[name], p.dtype))

@@ -1,4 +1,4 @@
-"""Everybody starts from the same state: parameters, optimizer state and objects of one rank, given to all."""
+"""Broadcasts of parameters, buffers and optimizer state from one rank to all."""
 from __future__ import annotations
 
 import hashlib
@@ -11,18 +11,19 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import process
 from ..trainer.broadcaster import Broadcaster, check_root
 from ..trainer.object_broadcast import Manifest, broadcast_object, difference
+from .gradient_hooks import Named
 from .ops import REACHED
 from .optimizer_extras import load_user_state_dict, user_state_dict
 
 
 class _Tensor(NamedTuple):
-    """Stands in an optimizer's state for the tensor that travels beside it."""
+    """Placeholder in a pickled optimizer state for a tensor that is sent separately."""
 
     number: int
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int, prefix: str = "Parameter.") -> None:
-    """Overwrite *params* on all ranks by those of rank *root_rank*.
+    """Overwrite *params* on all ranks with those of rank *root_rank*.
 
     Parameters
     ----------
@@ -49,16 +50,10 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
-    """Overwrite the state and the options of *optimizer* on all ranks by those of rank *root_rank*.
+    """Overwrite the state and the options of *optimizer* on all ranks with those of rank *root_rank*.
 
-    A rank whose optimizer has no state yet gets it; no step is made for that.
-
-    Raises
-    ------
-    UnsupportedError
-        For LBFGS, whose state is a history of closures.
-    MismatchError
-        If the optimizers have different parameter groups.
+    A rank whose optimizer has no state yet gets it, without a step. Raises `UnsupportedError` for LBFGS, whose state is
+    a history of closures, and `MismatchError` if the optimizers have different parameter groups.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: make it after broadcast_parameters")
@@ -73,21 +68,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def share_optimizer_state(optimizer: torch.optim.Optimizer, rank: int, root_rank: int,
                           share_object: Callable[[Any], Any],
                           share_tensors: Callable[[list[torch.Tensor]], None]) -> None:
-    """Overwrite the state of *optimizer*, of *rank*, by that of *root_rank*; all ranks call this.
+    """Overwrite the state of *optimizer*, of *rank*, with that of *root_rank*; all ranks call this.
 
-    Parameters
-    ----------
-    share_object, share_tensors
-        Return the root's object on all ranks; overwrite tensors by the root's, which have the same dtypes and shapes.
-
-    Raises
-    ------
-    MismatchError
-        If the optimizers have different parameter groups.
+    *share_object* returns the root's object on all ranks. *share_tensors* overwrites tensors with the root's, which
+    have the same dtypes and shapes. Raises `MismatchError` if the optimizers have different parameter groups.
     """
     is_root = rank == root_rank
     tensors: list[torch.Tensor] = []
-    skeleton = _take_tensors(user_state_dict(optimizer), tensors) if is_root else None
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Tensor(len(tensors) - 1)
+
+    skeleton = _map_leaves(user_state_dict(optimizer), take) if is_root else None
     kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     skeleton, kinds = share_object((skeleton, kinds))
     if not is_root:
@@ -96,48 +91,48 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, rank: int, root_rank
     if is_root:
         return
     try:
-        load_user_state_dict(optimizer, _put_tensors(skeleton, tensors))
+        load_user_state_dict(optimizer, _map_leaves(
+            skeleton, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Tensor) else leaf))
     except ValueError as exc:
         raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
                             f"{exc}") from exc
 
 
-def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, title: str) -> None:
-    """As `broadcast_parameters`, in one message: that of every forward pass. *title* must be the same on all ranks."""
-    session = process.current()
+def broadcast_buffers(named: list[Named], root_rank: int, title: str) -> None:
+    """As `broadcast_parameters`, in one message, for every forward pass. *title* must be the same on all ranks."""
     kinds = hashlib.sha256(repr(_manifest(named)).encode()).hexdigest()[:16]
-    text = f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}"
-    dense = _dense(named)
-    if session.rank == root_rank:
-        session.extension(Broadcaster).send(text, _pieces(dense))
-    else:
-        session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: _pieces(dense))
-        _copy_back(dense)
+    _stream(named, root_rank, f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}")
 
 
-def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
-    """Send all tensors as one stream, after a list of what they are."""
+def _broadcast_tensors(named: list[Named], root_rank: int) -> None:
+    """Send all tensors as one stream, after a list of their names, dtypes and shapes."""
     session = process.current()
     check_root(session, root_rank)
     mine = _manifest(named)
-    is_root = session.rank == root_rank
     theirs: Manifest = broadcast_object(mine, root_rank, "list of tensors")
-    dense = _dense(named)
-    text = f"{len(theirs)} tensors"
-    if session.size == 1:
+    if session.size > 1:
+        wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
+        _stream(named, root_rank, f"{len(theirs)} tensors", wrong)
+
+
+def _stream(named: list[Named], root_rank: int, text: str, wrong: str = "") -> None:
+    """Send all tensors in one message, or receive it, even if it is *wrong*: the next broadcast must not find it."""
+    session = process.current()
+    dense = [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]  # itself, or a copy
+    pieces = [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
+    if session.rank == root_rank:
+        session.extension(Broadcaster).send(text, pieces)
         return
-    if is_root:
-        session.extension(Broadcaster).send(text, _pieces(dense))
-        return
-    wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
-    # What does not fit is received all the same, so that the channel stays in step.
-    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(dense))
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else pieces)
     if wrong:
         raise MismatchError(wrong)
-    _copy_back(dense)
+    with torch.no_grad():
+        for tensor, copy in dense:
+            if copy.data_ptr() != tensor.data_ptr():
+                tensor.copy_(copy)
 
 
-def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
+def _manifest(named: list[Named]) -> Manifest:
     for name, tensor in named:
         if tensor.device.type not in REACHED or tensor.layout != torch.strided:
             raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense tensors of the "
@@ -145,41 +140,10 @@ def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
     return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
 
 
-def _dense(named: list[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each tensor with a contiguous one on the CPU: itself, or a copy."""
-    return [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]
-
-
-def _pieces(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:
-    return [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
-
-
-def _copy_back(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Overwrite the tensors by their copies."""
-    with torch.no_grad():
-        for tensor, copy in dense:
-            if copy.data_ptr() != tensor.data_ptr():
-                tensor.copy_(copy)
-
-
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a copy of *value* whose tensors are in *tensors* instead."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Tensor(len(tensors) - 1)
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which *change* has replaced everything else."""
     if isinstance(value, dict):
-        return {key: _take_tensors(item, tensors) for key, item in value.items()}
+        return {key: _map_leaves(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_take_tensors(item, tensors) for item in value)
-    return value
-
-
-def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Undo `_take_tensors`."""
-    if isinstance(value, _Tensor):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: _put_tensors(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_tensors(item, tensors) for item in value)
-    return value
+        return type(value)(_map_leaves(item, change) for item in value)
+    return change(value)

@@ -1,21 +1,21 @@
-"""Compression of torch tensors: what travels instead of a tensor, and how the tensor is made of the sum of that.
+"""Compressors for torch tensors, which run in the ranks, and the codecs of `bpsfast.compression`, which run in nodes.
 
-There are two kinds. Codecs (`Compression.onebit()` and the like, or a mapping or function that chooses one by the name:
-`bpsfast.compression.choice`) are the nodes': they decode what they sum, and code what travels between them.
+Codecs (`Compression.onebit()` and the like, or a mapping or function that chooses one by name:
+`bpsfast.compression.choice`) compress what travels between nodes; a node decodes it before it sums.
 
-The other kind runs in the ranks, and what it makes is summed as it is. Such a compressor is a class (or an object) with
-two functions, as in BytePS; derive from `Compressor` for one of your own:
+A compressor compresses in the rank, and the compressed tensors are summed as they are. It is a class (or an object)
+with two functions, as in BytePS; derive your own from `Compressor`:
 
     class Scaled(bps.Compressor):
         @staticmethod
-        def compress(tensor):                 # -> what travels, and what decompress needs
+        def compress(tensor):                 # returns the tensor that is sent, and the context of decompress
             return (tensor * 1024).half(), tensor.dtype
 
         @staticmethod
         def decompress(tensor, context):      # the sum (mean) of what all ranks sent
             return tensor.to(context) / 1024
 
-What travels is summed, so compress should be linear; its shape and dtype depend on those of the tensor alone.
+So compress should be linear; the shape and dtype of its result depend on those of the tensor alone.
 """
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BF16Compressor(_Casting):
 class Compression(Codecs):
     """The compressors to choose from, and the codecs (see `bpsfast.compression`).
 
-    Sums of what compressors make are made in float32 and rounded once to the travelling dtype.
+    Compressed tensors are summed in float32; the sum is rounded once to the dtype that is sent.
     """
 
     none = NoneCompressor
@@ -95,13 +95,13 @@ def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
 
 
 def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """Return in which dtype tensors of *dtype* travel if *compression* only casts, which copies do on the way.
+    """Return the dtype in which tensors of *dtype* are sent if *compression* only casts, as copies do for free.
 
-    None: it is code of the user's, to be called.
+    None: it is a compressor of the user's, to be called.
     """
-    if compression is Compressor or compression is NoneCompressor:
+    if compression in (Compressor, NoneCompressor):
         return dtype
-    if compression is FP16Compressor or compression is BF16Compressor:
-        wire: torch.dtype = compression.wire_dtype(dtype)
-        return wire
-    return None
+    wire: torch.dtype | None = None
+    if compression in (FP16Compressor, BF16Compressor):
+        wire = compression.wire_dtype(dtype)
+    return wire

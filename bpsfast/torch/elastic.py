@@ -1,4 +1,4 @@
-"""Elastic training with PyTorch (`bpsfast.elastic`): the state of a model and its optimizer, and a sampler.
+"""Elastic training with PyTorch (`bpsfast.elastic`): the state of models and optimizers, and a sampler.
 
     state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
@@ -29,9 +29,9 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "WorkersJoine
 class TorchState(AttributeState):
     """Keyword arguments as attributes: modules, optimizers, other objects with a ``state_dict``, and plain objects.
 
-    In each further job the state joins optimizers of `DistributedOptimizer` and modules of `DistributedDataParallel` to
-    it (`rejoin`), and samplers shard anew. It does not keep the residuals of compressed gradients nor random number
-    generators: seed them by rank and step if the training must be repeatable.
+    After a change of workers it lets optimizers of `DistributedOptimizer` and modules of `DistributedDataParallel` join
+    the new job (`rejoin`), and samplers shard anew. It keeps neither the residuals of compressed gradients nor random
+    number generators: seed them by rank and step if the training must be repeatable.
 
         state = TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
     """
@@ -51,7 +51,7 @@ class TorchState(AttributeState):
         self._keep()
 
     def restore(self) -> None:
-        """See `State`. Discards the gradients of the lost job, which will never be averages."""
+        """See `State`. Discards the gradients of the lost job, which will not be averaged any more."""
         for _, value in self._parts():
             if isinstance(value, torch.optim.Optimizer):
                 abandon(value)
@@ -59,7 +59,7 @@ class TorchState(AttributeState):
             self._load(name, value, copy.deepcopy(self._saved[name]))
 
     def reset(self) -> None:
-        """Join optimizers and modules to the job, let samplers shard anew: models first, in the order of arguments."""
+        """See `State`. Lets models, then optimizers join the job, in the order of arguments; samplers shard anew."""
         for _, value in self._parts():
             if isinstance(value, torch.nn.Module):
                 for module in value.modules():
@@ -72,7 +72,7 @@ class TorchState(AttributeState):
                 value.reset()
 
     def give(self, root: int) -> None:
-        """See `State`. Tensors of modules and optimizers travel as they are, everything else is pickled."""
+        """See `State`. Tensors of modules and optimizers are sent as they are, everything else is pickled."""
         is_root = process.rank() == root
         rest = {}
         for name, value in self._parts():
@@ -108,7 +108,7 @@ class TorchState(AttributeState):
 
 
 def _rejoin_with_own_values(module: DistributedDataParallel) -> None:
-    """Join *module* to the job and keep its values: joining gives it those of rank 0, which may be a new worker."""
+    """Let *module* join the job and keep its values: joining gives it those of rank 0, which may be a new worker."""
     own = copy.deepcopy(module.state_dict())
     module.rejoin()
     module.load_state_dict(own)
@@ -119,13 +119,12 @@ def _is_stateful(value: Any) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """Indices of *dataset* for this rank, of those that no rank has used in this epoch.
+    """Gives this rank its share of the indices of *dataset* that no rank has used in this epoch.
 
-    All ranks take batches of one size in step. So what all have used after this rank's batch follows from its number:
-    it is always the beginning of the epoch's one order, whatever the number of ranks was. Its length is the sampler's
-    state, which is the same on all ranks, loses and repeats nothing when ranks come and go, but for batches since the
-    last commit, which are used again, and costs nothing to keep. As in torch's DistributedSampler, indices are repeated
-    where the rest cannot be shared out evenly.
+    All ranks take batches of the same size in step, so together they have used a prefix of the epoch's order, whatever
+    the number of ranks was. Its length is the sampler's state, which is the same on all ranks. When ranks come and go,
+    no index is lost, and only those of batches since the last commit are repeated. As in torch's DistributedSampler,
+    indices are repeated where the rest cannot be divided evenly.
 
         for batch_index, (x, y) in enumerate(DataLoader(dataset, batch_size, sampler=sampler)):
             ...
@@ -136,7 +135,7 @@ class ElasticSampler(Sampler[int]):
     Attributes
     ----------
     epoch, n_processed
-        The state: how many of the epoch's indices were used; `reset` follows a change.
+        The state: the epoch, and how many of its indices were used. Call `reset` after changing them.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -144,27 +143,27 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.n_processed = 0
         self.rank, self.num_replicas = 0, 1
-        self._n_before = 0  # of `n_processed`, at the last reset
+        self._n_before = 0  # `n_processed` at the last reset
         self._order: list[int] = []  # of all ranks together: rank r has every num_replicas-th one, from the r-th on
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin *epoch*, of which nothing has been used. At its end, not at its begin: then a loss repeats nothing."""
+        """Begin *epoch*. Call it at the end of the epoch before, so that nothing is repeated if a worker is lost."""
         self.epoch, self.n_processed = epoch, 0
         self.reset()
 
     def record_batch(self, batch_index: int, batch_size: int) -> None:
-        """Note that all ranks have used their batches up to *batch_index* (from 0 on since the loader was begun)."""
+        """Record that all ranks have used their batches up to *batch_index* (counted from 0 since the loader began)."""
         n_used = (batch_index + 1) * batch_size * self.num_replicas
         self.n_processed = min(self._n_before + n_used, len(self.dataset))
 
     @property
     def processed_indices(self) -> list[int]:
-        """The indices that were used in this epoch, in ascending order; made of the whole order at each call."""
+        """The indices that were used in this epoch, in ascending order; computed at each call."""
         return sorted(self._shuffled()[: self.n_processed])
 
     def reset(self) -> None:
-        """Share out what is left among the ranks of the present job (one, outside of jobs)."""
+        """Divide the unused indices among the ranks of the present job (one, outside of jobs)."""
         session = process.session()
         self.rank, self.num_replicas = (session.rank, session.size) if session is not None else (0, 1)
         self._n_before = self.n_processed
@@ -183,14 +182,13 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "n_processed": self.n_processed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on whichever rank."""
+        """Continue from what `state_dict` returned on any rank."""
         self.epoch, self.n_processed = state["epoch"], state["n_processed"]
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        """Give this rank's indices of what was left at the last `reset`."""
+        """Return an iterator over this rank's share of the indices that were unused at the last `reset`."""
         return iter(self._order[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """Return how many these are."""
         return len(self._order) // self.num_replicas

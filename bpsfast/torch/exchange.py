@@ -5,8 +5,8 @@ native code; not at all if it lies there) and announces it. `Exchange.synchroniz
 ``p.grad``, which is always this rank's own writable memory: clipping, AMP and zero_grad may change it.
 
 The gradients that the next forward pass needs first are sent first. The first backward pass shows the order: autograd
-visits the forward pass in reverse. So the gradients of the first step are kept, declared and sent by `synchronize`, and
-the hooks send those of later steps at once. Rank 0's order counts for all ranks.
+visits the forward pass in reverse. So in the first step `synchronize` declares the gradients and sends copies of them;
+in later steps the hooks send them at once. Rank 0's order counts for all ranks.
 
 A parameter without a gradient on any rank gets none (`gradient_hooks.UsedParameters`).
 """
@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,28 +31,13 @@ from ..trainer.gradients import Gradients
 from ..trainer.sparse_table import SparseTable
 from ..trainer.tensor_input import TensorInput
 from .compression import CompressionLike, cast_dtype, parted
-from .gradient_hooks import (
-    UsedParameters,
-    is_shared,
-    note_reduced,
-    observe_gradients,
-    observer_numbers,
-)
+from .gradient_hooks import Named, UsedParameters, is_shared, note_reduced, observe_gradients, observer_numbers
 from .ops import REACHED, device_tensor_memory, wire_dtype_name
-from .optimizer_extras import (
-    KEY,
-    TUNED,
-    LearningRates,
-    LocalMomentum,
-    OptimizerExtras,
-    momenta,
-    point_of_state,
-    state_of_point,
-)
+from .optimizer_extras import KEY, TUNED, LearningRates, LocalMomentum, OptimizerExtras, momenta, point_of_state
 
 
 class _DirectPath(NamedTuple):
-    """A gradient that travels as it is: its parameter, its dtype, and `Gradients.fill` of its gradients."""
+    """A gradient whose bytes are sent unchanged: its parameter and dtype, and `Gradients.fill`, which sends it."""
 
     parameter: torch.Tensor
     dtype: torch.dtype
@@ -63,11 +48,10 @@ class Exchange:
     """Averages the gradients of *named* parameters over all ranks. One thread at a time.
 
     An optimizer or a module owns it. All ranks make exchanges in one order. Codecs are chosen by the names given here.
-
-    Parameters that are frozen now take part from the step on in which one has a gradient on any rank.
+    A parameter that is frozen now takes part from the first step on in which it has a gradient on any rank.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
         retire_unused()
         self.number = next(observer_numbers)
@@ -77,7 +61,7 @@ class Exchange:
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._compression = compression
         self._wire: dict[str, torch.dtype] = {}
-        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
+        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what is sent
         self._contexts: dict[str, Any] = {}  # compressor contexts; absent for uncompressed gradients
         for name, p in named:
             try:
@@ -89,22 +73,22 @@ class Exchange:
         self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum(self.momenta)
-        self.kept = OptimizerExtras(self._momentum)
+        self.extras = OptimizerExtras(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
         self._added: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
         self._direct: dict[str, _DirectPath] = {}  # from the second step on
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
-        #: On a device: the tensor that travels of a gradient and becomes the average.
+        #: Gradients on a device: the tensor that is sent and becomes the average.
         self._device_copies: dict[str, torch.Tensor] = {}
         self._order = list(self.parameters)
         self.has_parameters = bool(named)  # frozen ones, too
-        edition = process.current().tensors.edition(name for name, _ in named)
-        self.prefix = f"Gradient{edition or ''}."  # of the names, which are the job's; BytePS has one edition
-        self._used_gradients: Gradients | None = None  # with which gradients that travels
+        edition = process.current().tensors.model_number(name for name, _ in named)
+        self.prefix = f"Gradient{edition or ''}."  # of names in the job; the number keeps exchanges apart
+        self._used_gradients: Gradients | None = None  # the ones among which the flags of `used` are sent
         self._has_sent_used = False  # in this step, and the sums were not received
-        self.aliases: GradientAliases = []  # in the segment, of gradients that live there
+        self.aliases: GradientAliases = []  # arrays over shared memory in which gradients live
         self.synchronized = False
         self.is_superseded = False
         self.other_observers: list[weakref.ref[Any]] = []
@@ -130,8 +114,8 @@ class Exchange:
         return self._added.get(name, self.gradients) if self._added else self.gradients
 
     def _declared_all(self) -> list[Gradients]:
-        told = [self._used_gradients] if self._used_gradients is not None else []
-        return list(dict.fromkeys([self.gradients, *told, *self._added.values()]))
+        flags = [self._used_gradients] if self._used_gradients is not None else []
+        return list(dict.fromkeys([self.gradients, *flags, *self._added.values()]))
 
     def missing(self) -> list[str]:
         """Return the names of the gradients that were not sent in this step."""
@@ -146,38 +130,43 @@ class Exchange:
 
     def _declared(self, order: list[str]) -> Gradients:
         """Declare the gradients in *order*, and the flags of `UsedParameters`."""
-        device, travelling = self._device(self.parameters.values()), set(order)
-        kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
-        told = {self.used.title: self.used.kind}
+        device = self._device(self.parameters.values())
+        flags = {self.used.title: self.used.kind}
         # The host waits for the flags, but for nothing that comes from a device.
-        beside = told if device is None else {}
+        kinds = flags if device is None else {}
+        order = [*kinds, *order]
+        sent = set(order)
+        kinds = {**kinds, **{name: kind for name, kind in self.kinds.items() if name in sent}}
         found = self._used_gradients = Gradients(
-            {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
-            compression={name: self.codecs.get(name) for name in (*beside,
-                                                                  *kinds)}, tuned=self.kept.tuned, on_device=device)
-        weakref.finalize(self, retire_later, found, self.aliases).atexit = False
-        if not beside:
-            self._used_gradients = Gradients(told, prefix=self.prefix)
-            weakref.finalize(self, retire_later, self._used_gradients, []).atexit = False
+            kinds, prefix=self.prefix, order=order, compression={name: self.codecs.get(name) for name in kinds},
+            tuned=self.extras.tuned, on_device=device)
+        self._retire_at_end(found.retire, self.aliases)
+        if device is not None:
+            self._used_gradients = Gradients(flags, prefix=self.prefix)
+            self._retire_at_end(self._used_gradients.retire, [])
         return found
 
+    def _retire_at_end(self, retire: Callable[[], bool], aliases: GradientAliases) -> None:
+        """Call `retire_later` once this exchange is gone."""
+        weakref.finalize(self, retire_later, retire, aliases).atexit = False
+
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the learning rates for error feedback from the groups of *optimizer*, as they are at each backward."""
+        """Use the learning rates of the groups of *optimizer* at each backward pass for error feedback."""
         self._rates = LearningRates(optimizer)
 
     def state(self) -> dict[str, Any]:
         """Return the parts of `OptimizerExtras` by their names in a state_dict, without empty ones. Between steps."""
-        point = self.kept.tuned if self._gradients is None else self._gradients.tuned
-        parts = {KEY: self.kept.save(self._gradients), TUNED: state_of_point(point)}
+        point = self.extras.tuned if self._gradients is None else self._gradients.tuned
+        parts = {KEY: self.extras.save(self._gradients), TUNED: {} if point is None else point._asdict()}
         return {name: part for name, part in parts.items() if part}
 
     def load(self, state: dict[str, Any]) -> None:
         """Remove from *state* what `state` returned on this node, and load it; raises as `OptimizerExtras.load`."""
         parts, tuned = state.pop(KEY, None), state.pop(TUNED, None)
         if tuned:
-            self.kept.tuned = point_of_state(tuned)
+            self.extras.tuned = point_of_state(tuned)
         if parts:
-            self.kept.load(parts, self._gradients)
+            self.extras.load(parts, self._gradients)
 
     def order(self) -> list[str]:
         """Return the names as the next forward pass uses them, as far as the last backward pass has shown it."""
@@ -185,14 +174,12 @@ class Exchange:
 
     @property
     def averaged(self) -> bool:
-        """Whether the gradients are averages: `synchronize` has run since the last backward pass, and not all gradients
-        were discarded.
-        """
+        """Whether the gradients are averages: `synchronize` came after the last backward pass, and some are left."""
         return self.synchronized and any(p.grad is not None for p in self.parameters.values())
 
     @property
     def busy(self) -> bool:
-        """Whether gradients are under way: after backward, before the step."""
+        """Whether gradients were sent and not received: after backward, before the step."""
         return bool(self._copies) or (self._gradients is not None and any(each.busy for each in self._declared_all()))
 
     def accumulated(self, name: str) -> None:
@@ -222,7 +209,7 @@ class Exchange:
         self._send(name)
 
     def _direct_paths(self) -> dict[str, _DirectPath]:
-        """Return by name the gradients that travel as they are: `accumulated` passes their memory on at once."""
+        """Return by name the gradients that are sent unchanged: `accumulated` passes on their memory at once."""
         if process.current().settings.host_device:
             return {}
         return {name: _DirectPath(self.parameters[name], self._wire[name], self.gradients.fill)
@@ -232,8 +219,7 @@ class Exchange:
 
     def _send(self, name: str) -> None:
         """Send the present gradient. In the first step keep a copy, which `synchronize` sends after declaring it."""
-        gradient = self.parameters[name].grad
-        assert gradient is not None, "only called for parameters with a gradient"
+        gradient = self._gradient(name)
         if gradient.layout != torch.strided:
             raise UnsupportedError(f"the gradient of {name!r} is {gradient.layout}: only dense gradients are summed "
                                    "(sparse=False in the embedding; DistributedOptimizer without cross_barrier "
@@ -242,6 +228,11 @@ class Exchange:
             self._copies[name] = gradient.detach().clone()
         else:
             self._fill(name, gradient)
+
+    def _gradient(self, name: str) -> torch.Tensor:
+        gradient = self.parameters[name].grad
+        assert gradient is not None, "only called for parameters with a gradient"
+        return gradient
 
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
         """Copy *gradient* into shared memory in the form in which it is sent, and announce it."""
@@ -259,40 +250,36 @@ class Exchange:
                 self.of(name).fill_from(name, memory, memory)
                 self._device_copies[name] = sent
             elif sent.dtype != self._wire[name]:
-                self._place(name).copy_(sent)
+                own = torch.from_numpy(self.of(name).region(name).array).view(self._wire[name])
+                own.view(self.parameters[name].shape).copy_(sent)  # casts into the segment
                 self.of(name).ready(name)
             else:
                 self.of(name).fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
 
     def _device(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the device of *parameters* as `Gradients` names it; None: the CPU, or several devices."""
-        places = [self._on_device(p.detach().contiguous()).place for p in parameters]
-        names = {None if place is None else place.device.name for place in places}
+        found = [self._on_device(p.detach().contiguous()).location for p in parameters]
+        names = {None if each is None else each.device.name for each in found}
         return names.pop() if len(names) == 1 else None
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the streams of a device copy *tensor*."""
         if not process.current().settings.host_device:
             return tensor.is_cuda
-        return self._on_device(tensor).place is not None
+        return self._on_device(tensor).location is not None
 
     def _on_device(self, tensor: torch.Tensor) -> TensorInput:
-        return process.current().devices.placed(device_tensor_memory(tensor))
-
-    def _place(self, name: str) -> torch.Tensor:
-        """Return this rank's input memory of *name* as a tensor of the dtype that is sent."""
-        raw = torch.from_numpy(self.of(name).region(name).array)
-        return raw.view(self._wire[name]).view(self.parameters[name].shape)
+        return process.current().devices.located(device_tensor_memory(tensor))
 
     def synchronize(self) -> None:
-        """Send what no backward pass has sent, wait for everything, and write the averages into the gradients."""
+        """Send what no backward pass has sent, wait for all sums, and write the averages into the gradients."""
         self.send_rest()
         self.receive()
 
     def begin(self) -> None:
         """Declare the gradients and send the copies of the first step, which waits until all ranks have declared."""
         is_first = self._gradients is None
-        self.kept.settle(self.declare())
+        self.extras.restore(self.declare())
         if is_first:
             self._direct = self._direct_paths()
         copies, self._copies = self._copies, {}
@@ -300,7 +287,7 @@ class Exchange:
             self._fill(name, gradient)
 
     def send_rest(self) -> None:
-        """Send what no backward pass has sent, zeros where there is no gradient."""
+        """Send what no backward pass has sent, and zeros where there is no gradient."""
         self.begin()
         for name in self.missing():
             if self.parameters[name].grad is not None:
@@ -360,7 +347,7 @@ class Exchange:
                 self._note_kind(name, self.used.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
         added = Gradients(kinds, prefix=self.prefix, on_device=self._device(self.used.frozen[name] for name in names))
-        weakref.finalize(self, retire_later, added, self.aliases).atexit = False
+        self._retire_at_end(added.retire, self.aliases)
         return added
 
     def _require_known(self) -> None:
@@ -368,14 +355,10 @@ class Exchange:
         self.used.require_known()
 
     def receive(self) -> None:
-        """Wait for everything, and write the averages into the gradients: the step is over.
+        """Wait for all sums, write the averages into the gradients, and end the step.
 
-        A parameter that has a gradient on no rank gets none.
-
-        Raises
-        ------
-        UnsupportedError
-            On all ranks, if on any of them a parameter has a gradient that was not there when this was made.
+        A parameter without a gradient on any rank gets none. Raises `UnsupportedError` on all ranks if any of them has
+        a gradient of a parameter that was not there when this was made.
         """
         self.receive_used()
         unfrozen = self.used.unfrozen()
@@ -403,19 +386,18 @@ class Exchange:
         elif name in self._contexts:
             sums = tensor_over(self.of(name).wait(name), self._wire[name])
             target.copy_(self._decompress(name, sums.clone(), target))  # it may write into what it gets
-        elif target.dtype == self._wire[name] and target.is_contiguous():
-            self.of(name).deliver(name, target.data_ptr(), target.numel() * target.element_size())
         elif target.dtype == self._wire[name]:
-            dense = torch.empty(target.shape, dtype=target.dtype)
+            dense = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
             self.of(name).deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
-            target.copy_(dense)
+            if dense is not target:
+                target.copy_(dense)
         else:
             target.copy_(tensor_over(self.of(name).wait(name), self._wire[name]))
         if name in self.momenta and self.of(name).codec(name) is None:
             self._momentum.add(name, target)
 
     def _receive_on_device(self, name: str, target: torch.Tensor) -> None:
-        """Let torch's current stream find the average in *target*, on a device. The host waits for no copy."""
+        """Make torch's current stream find the average in *target*, on a device; the host waits for no copy."""
         sums = self._device_copies.get(name)
         if sums is None:  # nothing was sent: it has no gradient on this rank
             sums = torch.empty(self.kinds[name][0], dtype=self._wire[name], device=target.device)
@@ -435,11 +417,11 @@ class Exchange:
         return own
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels of *gradient* by the user's compressor, and what decompressing it needs."""
+        """Return *gradient* compressed by the user's compressor, and the context for decompressing it."""
         small, context = self._compression.compress(gradient)
         if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type not in REACHED:
-            raise UnsupportedError(f"{_title(self._compression)}.compress has made of the gradient of {name!r} what is "
-                                   f"no dense tensor on the CPU or a GPU: {type(small).__name__}")
+            raise UnsupportedError(f"{_title(self._compression)}.compress has returned for the gradient of {name!r} a "
+                                   f"{type(small).__name__}, which is no dense tensor on the CPU or a GPU")
         kind = tuple(small.shape), wire_dtype_name(small.dtype)
         if kind != self.kinds.get(name, kind):
             raise MismatchError(f"{_title(self._compression)}.compress has made a tensor of shape {kind[0]} and dtype "
@@ -448,7 +430,7 @@ class Exchange:
         return small, context
 
     def forget_passes(self) -> None:
-        """Count the backward passes from the start. The present gradients are no averages any more."""
+        """Count the backward passes from 0 again; the present gradients do not count as averages any more."""
         self.synchronized = False
         self._copies.clear()
         self._device_copies.clear()
@@ -469,7 +451,7 @@ class Exchange:
         """Let zeroed gradients alias shared memory: backward then accumulates there, and nothing is copied.
 
         Does nothing before the first step, when there is no such memory, and while another optimizer of the same
-        parameters lives, which would overwrite gradients that are being summed.
+        parameters exists, which would overwrite gradients that are being summed.
         """
         if self._gradients is None or is_shared(self):
             return
@@ -482,62 +464,57 @@ class Exchange:
                 continue
             region = self.of(name).region(name)
             if gradient.data_ptr() != region.address:
-                home = region.array.view()
-                self.aliases.append(weakref.ref(home))
-                parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
+                alias = region.array.view()
+                self.aliases.append(weakref.ref(alias))
+                parameter.grad = torch.from_numpy(alias).view(self._wire[name]).view(parameter.shape).zero_()
 
     def superseded(self) -> None:
         """Stop sending before a step: a later exchange has some of the same parameters."""
         self.is_superseded = True
-        own = {array.ctypes.data for home in self.aliases if (array := home()) is not None}
+        own = {array.ctypes.data for alias in self.aliases if (array := alias()) is not None}
         for parameter in self.parameters.values() if own else ():
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() in own:
                 parameter.grad = gradient.clone()  # the later exchange would overwrite input that is being summed
 
 
-class Retirable(Protocol):
-    """An object with memory in the job."""
-
-    def retire(self) -> bool:
-        """Return the memory if that is possible now; see `Gradients.retire`."""
-
-
 GradientAliases = list[weakref.ref[np.ndarray[Any, Any]]]
-#: Objects that no exchange uses any more and that were not retired yet.
-_to_retire: deque[tuple[Retirable, GradientAliases]] = deque()
+#: Arguments of `retire_later`, until they were retired.
+_to_retire: deque[tuple[Callable[[], bool], GradientAliases]] = deque()
 
 
-def retire_later(owner: Retirable, aliases: GradientAliases) -> None:
-    """Let `retire_unused` retire *owner* when no array of *aliases* is left. Any thread, also in a finalizer."""
-    _to_retire.append((owner, aliases))
+def retire_later(retire: Callable[[], bool], aliases: GradientAliases) -> None:
+    """Make `retire_unused` call *retire* when no array of *aliases* is left. Any thread, also in a finalizer.
+
+    *retire* releases memory in the job, if that is possible at the time, and returns whether it was (`Gradients`).
+    """
+    _to_retire.append((retire, aliases))
 
 
 def retire_unused() -> None:
-    """Retire the objects of `retire_later` whose arrays are not used any more. Not in finalizers: it sends messages."""
+    """Retire what was given to `retire_later`, as far as possible now. Not in finalizers: it sends messages."""
     for _ in range(len(_to_retire)):
         try:
-            owner, aliases = _to_retire.popleft()
+            retire, aliases = _to_retire.popleft()
         except IndexError:  # another thread retires them
             return
         try:
-            if any(home() is not None for home in aliases) or not owner.retire():
-                _to_retire.append((owner, aliases))
+            if any(alias() is not None for alias in aliases) or not retire():
+                _to_retire.append((retire, aliases))
         except BpsError:
-            pass  # their job is over, or has refused them
+            pass  # the job is over, or has refused the gradients
 
 
 def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
-    """Return *names* as the forward pass uses them, by the order in which backward has *seen* them.
+    """Return *names* in the order of the forward pass, which is the reverse of the order *seen* in backward.
 
-    What was not seen follows what stands before it in *names*: some later pass may use it, as its neighbour.
+    A name that was not seen follows the name before it in *names*: a later pass may use it next to that one.
     """
-    place = {name: rank for rank, name in enumerate(reversed(list(dict.fromkeys(seen))))}
+    position_of = {name: position for position, name in enumerate(reversed(list(dict.fromkeys(seen))))}
     after, keys = -1, {}
-    for position, name in enumerate(names):
-        after = place.get(name, after)
-        keys[name] = after, position
-    return sorted(keys, key=lambda name: keys[name])
+    for name in names:
+        after = keys[name] = position_of.get(name, after)
+    return sorted(keys, key=keys.__getitem__)
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -549,13 +526,13 @@ def _title(compression: object) -> str:
 
 
 def _is_compiled() -> bool:
-    """Whether torch has compiled anything: its code hands over all gradients at once, in no order."""
+    """Whether torch has compiled anything: compiled code delivers all gradients at once, in no useful order."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
 
 
 def tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over a read-only result, only to be read from at once: torch knows no read-only tensors."""
+    """Return a tensor over the read-only result *view*; read it at once, never write it (torch cannot forbid that)."""
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=dtype)
     memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
@@ -570,15 +547,14 @@ class SparseExchange(Exchange):
     *sparse_as_dense*: sparse gradients travel as dense ones.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int,
-                 sparse_as_dense: bool) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike, n_passes: int, sparse_as_dense: bool) -> None:
         super().__init__(named, compression, n_passes)
         self._sparse_as_dense = sparse_as_dense
         self._sparse: list[str] = []  # on some rank, in the first step
         self._tables: dict[str, SparseTable] = {}
 
     def declare(self) -> Gradients:
-        """Tell the job of the gradients; the first time, wait for all ranks to say which are sparse."""
+        """Declare the gradients to the job; the first time, wait until all ranks have told which are sparse."""
         if self._gradients is None:
             self._sparse = self._sparse_anywhere()
             by_rows = [] if self._sparse_as_dense else self._sparse
@@ -588,12 +564,12 @@ class SparseExchange(Exchange):
             for name in by_rows:
                 shape, dtype = self.kinds[name]
                 table = self._tables[name] = SparseTable(process.current(), self.prefix + name, shape, dtype)
-                weakref.finalize(self, retire_later, table, []).atexit = False
+                self._retire_at_end(table.retire, [])
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:
-        """Return the names of gradients that are sparse on some rank, in an order that is that of all."""
-        names = list(self.used.places)  # of all parameters: ranks may have others frozen
+        """Return the names of gradients that are sparse on some rank, in the same order on all ranks."""
+        names = list(self.used.index_of)  # of all parameters: other ranks may have frozen others
         if not names:
             return []
         gradients = [self.parameters[name].grad if name in self.parameters else None for name in names]
@@ -618,15 +594,14 @@ class SparseExchange(Exchange):
             if name in self.momenta:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, to which no codec's momentum applies: "
                                        "use sparse_as_dense=True, or no codec for it")
-            self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
+            self.codecs.pop(name, None)  # rows are not compressed: unused ones are not sent anyway
 
     @property
     def busy(self) -> bool:
-        """Whether gradients are under way: after backward, before the step."""
         return super().busy or any(table.busy for table in self._tables.values())
 
     def send_rest(self) -> None:
-        """Send what no backward pass has sent: zeros where there is no gradient, no rows where it would be sparse."""
+        """As `Exchange.send_rest`; where a gradient that would be sparse is missing, no rows are sent."""
         self.begin()
         for name, table in self._tables.items():
             if not table.busy:
@@ -634,8 +609,7 @@ class SparseExchange(Exchange):
         super().send_rest()
 
     def _send(self, name: str) -> None:
-        gradient = self.parameters[name].grad
-        assert gradient is not None, "only called for parameters with a gradient"
+        gradient = self._gradient(name)
         if self._gradients is None and gradient.is_sparse:
             self._copies[name] = gradient.detach().clone()
         elif gradient.is_sparse or name in self._tables:
@@ -646,7 +620,7 @@ class SparseExchange(Exchange):
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
         if name in self._tables:
             self._push(name, gradient)
-        else:  # as all ranks said; or it was not used in the first step, and none said that it is sparse
+        else:  # dense by the ranks' agreement, or not used in the first step, so that no rank called it sparse
             super()._fill(name, gradient.to_dense() if gradient.is_sparse else gradient)
 
     def _push(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -663,7 +637,6 @@ class SparseExchange(Exchange):
         self._tables[name].push(gradient._indices()[0].cpu().numpy(), gradient._values().to(dtype).contiguous().cpu())
 
     def receive(self) -> None:
-        """As `Exchange.receive`."""
         self.receive_used()
         with torch.no_grad():
             for name in self._tables:
@@ -674,7 +647,7 @@ class SparseExchange(Exchange):
         indices, rows = self._tables[name].wait()
         if parameter.grad is None and not self.used.has(name):
             return
-        bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # which NumPy has not
+        bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # unknown to `from_numpy`
         values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.device, parameter.dtype)
         total = torch.sparse_coo_tensor(torch.from_numpy(indices)[None].to(parameter.device), values, parameter.shape,
                                         check_invariants=False, is_coalesced=True)
@@ -686,7 +659,7 @@ class SparseExchange(Exchange):
         if gradient is None and not self.used.has(name):
             return
         is_dense = gradient is not None and not gradient.is_sparse
-        if is_dense or name not in self._sparse:  # dense on all ranks, where they have not agreed that it is sparse
+        if is_dense or name not in self._sparse:  # dense on all ranks, unless they agreed that it is sparse
             parameter.grad = gradient if is_dense else None
             super()._receive(name, parameter)
             return

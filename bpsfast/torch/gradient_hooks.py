@@ -20,17 +20,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..orchestration.errors import BusyError, UnsupportedError
 
+#: A parameter with its name.
+Named = tuple[str, torch.Tensor]
+
 #: Maximum number of shapes in an error message.
 _N_SHOWN = 4
 
 
 class UsedParameters:
-    """Which of the *named* parameters, the same on all ranks, have a gradient on any rank. One thread at a time.
+    """Knows which of the *named* parameters, the same on all ranks, have a gradient on any rank. One thread at a time.
 
     Those that do not require gradients now are *frozen*; the others are *trained*.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Sequence[Named]) -> None:
         self.trained = {name: p for name, p in named if p.requires_grad}
         self.frozen = {name: p for name, p in named if not p.requires_grad}
         #: The tensor's name among those of gradients; other parameters give another name.
@@ -43,23 +46,23 @@ class UsedParameters:
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
         self._known = frozenset(id(p) for _, p in named)  # kept alive here
         by_name = dict(sorted(named, key=lambda item: item[0]))
-        self.places = {name: place for place, name in enumerate(by_name)}
-        self._by_place = list(by_name.values())
+        #: By name: the index of a parameter's flag.
+        self.index_of = {name: index for index, name in enumerate(by_name)}
+        self._parameters = list(by_name.values())
         self._sums: np.ndarray[Any, Any] = np.zeros(*self.kind)
 
     @property
     def kind(self) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of the tensor."""
-        return (len(self.places) + 2,), "float32"
+        """Shape and dtype of the tensor of flags."""
+        return (len(self.index_of) + 2,), "float32"
 
     def flags(self) -> np.ndarray[Any, Any]:
-        """Return this rank's flags: which parameters have a gradient, whether one is stale, whether unknown parameters
-        have any.
+        """Return this rank's flags: for each parameter if it has a gradient; if one is stale; if unknown ones have any.
         """
         reasons = self.is_stale, bool(self._unknown())
         self.refuses = any(reasons)
         self.is_stale = False
-        return np.array([*(p.grad is not None for p in self._by_place), *reasons], np.float32)
+        return np.array([*(p.grad is not None for p in self._parameters), *reasons], np.float32)
 
     def receive(self, flags: np.ndarray[Any, Any]) -> None:
         """Take over the sum, average or maximum of all ranks' flags."""
@@ -67,69 +70,55 @@ class UsedParameters:
 
     def has(self, name: str) -> bool:
         """Whether *name* has a gradient on any rank."""
-        return bool(self._sums[self.places[name]])
+        return bool(self._sums[self.index_of[name]])
 
     def unfrozen(self) -> list[str]:
         """Return the names of frozen parameters that have a gradient on any rank: the same on all ranks."""
-        return unfrozen(self.frozen, self.places, self._sums)
+        return unfrozen(self.frozen, self.index_of, self._sums)
 
     def unfreeze(self, name: str) -> None:
         """Count the frozen *name* among the trained ones."""
         self.trained[name] = self.frozen.pop(name)
 
     def require_known(self) -> None:
-        """Raise an error on all ranks, or on none.
-
-        Raises
-        ------
-        BusyError
-            If a gradient of any rank was stale.
-        UnsupportedError
-            If any rank has a gradient of an unknown parameter.
+        """Raise an error on all ranks, or on none: `BusyError` if a gradient of any rank was stale, `UnsupportedError`
+        if any rank has a gradient of an unknown parameter.
         """
         if self._sums[-2]:
             raise BusyError("another optimizer has some of this one's parameters, and has summed their gradients, or "
                             "they were computed again after they were sent: the step is refused on all ranks. Between "
                             "two backward passes, call synchronize() or step() of one of the optimizers only")
         if self._sums[-1]:
-            raise _unknown_error(self._unknown())
+            shapes = [str(tuple(p.shape)) for p in self._unknown()]
+            more = f" and {len(shapes) - _N_SHOWN} more" if len(shapes) > _N_SHOWN else ""
+            where = f"this rank has gradients of parameters of shape {', '.join(shapes[:_N_SHOWN])}{more}" if shapes \
+                else "another rank has gradients of parameters"
+            raise UnsupportedError(
+                f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: "
+                "the update of this step is refused on all ranks. Make the optimizer anew with the parameters as they "
+                "are now, and wrap it again (DistributedDataParallel: the module)")
 
     def _unknown(self) -> list[torch.Tensor]:
         return [p for p in self.members() if p.grad is not None and id(p) not in self._known]
 
 
-def unfrozen(frozen: Iterable[str], places: Mapping[str, int], flags: np.ndarray[Any, Any]) -> list[str]:
-    """Return which names of *frozen* have a gradient by the sums *flags*, in which *places* are those of names."""
-    return [name for name in sorted(frozen) if flags[places[name]]]
-
-
-def _unknown_error(unknown: Sequence[torch.Tensor]) -> UnsupportedError:
-    """Return the error for gradients of parameters that were not wrapped; *unknown* are those of this rank."""
-    shapes = [str(tuple(p.shape)) for p in unknown]
-    more = f" and {len(shapes) - _N_SHOWN} more" if len(shapes) > _N_SHOWN else ""
-    where = f"this rank has gradients of parameters of shape {', '.join(shapes[:_N_SHOWN])}{more}" if shapes else (
-        "another rank has gradients of parameters")
-    return UnsupportedError(
-        f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: the "
-        "update of this step is refused on all ranks. Make the optimizer anew with the parameters as they are now, and "
-        "wrap it again (DistributedDataParallel: the module)")
+def unfrozen(frozen: Iterable[str], index_of: Mapping[str, int], flags: np.ndarray[Any, Any]) -> list[str]:
+    """Return which names of *frozen* have a gradient by the summed *flags*."""
+    return [name for name in sorted(frozen) if flags[index_of[name]]]
 
 
 class GradientObserver(Protocol):
-    """What `observe_gradients` calls."""
+    """What `observe_gradients` needs of an exchange."""
 
-    #: Observers are numbered in the order in which they are made.
-    number: int
-    #: The trained parameters, by name.
-    parameters: dict[str, torch.Tensor]
-    #: Observers of some of the same parameters.
-    other_observers: list[weakref.ref[Any]]
+    number: int  # in the order in which observers are made
+    parameters: dict[str, torch.Tensor]  # the trained ones, by name
+    other_observers: list[weakref.ref[Any]]  # of some of the same parameters
 
     def superseded(self) -> None:
         """Stop sending before a step: a later observer has some of the same parameters."""
 
     def accumulated(self, name: str) -> None:
-        """Called when backward has accumulated the gradient of *name*."""
+        """Handle the gradient of *name*, which backward has accumulated."""
 
 
 #: The next observer's number.
@@ -140,8 +129,8 @@ _last_observers: Any = WeakIdKeyDictionary()
 _reduced_by: Any = WeakIdKeyDictionary()
 
 
-def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
-    """Call *observer* for each gradient of *named* parameters that require one, while it lives; return the hooks.
+def observe_gradients(observer: GradientObserver, named: list[Named]) -> list[RemovableHandle]:
+    """Call *observer* for each gradient of *named* parameters that require one, while it exists; return the hooks.
 
     If two observers share a parameter, frozen ones included, the earlier one is superseded and sends nothing before its
     step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never be awaited.
@@ -169,7 +158,7 @@ def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.T
 
 
 def _hook(observer: weakref.ref[GradientObserver], name: str) -> Callable[[torch.Tensor], None]:
-    reduced = _reduced_by.data  # a plain dict: to ask it costs no Python call
+    reduced = _reduced_by.data  # a plain dict: reading it costs no Python call
 
     def accumulated(parameter: torch.Tensor) -> None:
         if reduced:
@@ -182,7 +171,7 @@ def _hook(observer: weakref.ref[GradientObserver], name: str) -> Callable[[torch
 
 
 def is_shared(observer: GradientObserver) -> bool:
-    """Whether any other observer of the parameters of *observer* lives."""
+    """Whether any other observer of the parameters of *observer* exists."""
     observer.other_observers = [other for other in observer.other_observers if other() is not None]
     return bool(observer.other_observers)
 

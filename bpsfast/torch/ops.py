@@ -1,7 +1,8 @@
 """push_pull of torch tensors, with BytePS's signatures (`byteps.torch.ops`)."""
 from __future__ import annotations
 
-import threading
+import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from ..base.dtypes import NAMES
 from ..compression.choice import Choice, chosen
 from ..gpu import arrays
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import handle as operations, process
+from ..trainer import handle, process
 from ..trainer.arguments import flag
 from ..trainer.handle import Handle
 from ..trainer.process import (
@@ -26,28 +27,16 @@ from ..trainer.process import (
 from ..trainer.tensor_input import TensorInput
 from .compression import Compression, CompressionLike, parted
 
-#: Kinds of devices (torch's words) whose memory is reached. ROCm's are "cuda", too.
+#: Device types (torch's names) that bpsfast can read and write. ROCm's are "cuda", too.
 REACHED = ("cpu", "cuda")
 
 
-def tensor_memory(tensor: torch.Tensor) -> TensorInput:
-    """Return where the elements of *tensor* lie on the CPU.
+def tensor_memory(tensor: torch.Tensor, reached: tuple[str, ...] = ("cpu",)) -> TensorInput:
+    """Return the memory of *tensor*.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
+    Raises `UnsupportedError` if it is sparse, on a device other than those *reached*, not contiguous, or of a dtype
+    that is not summed.
     """
-    return _memory(tensor, ("cpu",))
-
-
-def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
-    """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is on torch's current stream."""
-    memory = _memory(tensor, REACHED)
-    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
-
-
-def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
     require_dense(tensor, "a torch.Tensor (bpsfast.push_pull takes others)",
                   "tensor.to_dense() (or sparse=False in the embedding)", "tensor.cpu()", reached)
     dtype = wire_dtype_name(tensor.dtype)
@@ -58,10 +47,17 @@ def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
     return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, nbytes, True, tensor)
 
 
+def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
+    """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is after torch's current stream."""
+    memory = tensor_memory(tensor, REACHED)
+    return replace(memory, location=arrays.of_torch(tensor)) if tensor.is_cuda else memory
+
+
 def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str,
                   reached: tuple[str, ...] = ("cpu",)) -> None:
-    """Raise `UnsupportedError` unless *tensor* is a dense one on one of the devices *reached*; the text says what is
-    *wanted*, and to use *if_sparse* or *if_elsewhere*.
+    """Raise `UnsupportedError` unless *tensor* is a dense tensor on one of the devices *reached*.
+
+    The text says what is *wanted*, and to use *if_sparse* or *if_elsewhere*.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"expected {wanted}, got {type(tensor).__name__}")
@@ -80,13 +76,22 @@ def wire_dtype_name(dtype: torch.dtype) -> str:
 
 
 def declare(name: str) -> int:
-    """Fix the place of *name*: pushes of priority 0 go out in the order in which their names were declared. Returns 0.
+    """Fix when *name* is sent: pushes of priority 0 go out in the order in which their names were declared.
 
-    All ranks must declare in one order. Names need not be declared.
+    All ranks must declare in one order. Names need not be declared. Returns 0.
     """
-    session = process.current()
-    session.tensors.note_order(name)
+    process.current().tensors.note_order(name)
     return 0
+
+
+def _arguments(tensor: torch.Tensor, average: bool, name: str | None, priority: int, choice: Choice | None,
+               learning_rate: float | None = None, in_place: bool = False) -> tuple[Any, ...]:
+    """Return the arguments of `handle.start` and `handle.run`, which sum *tensor* into itself or into a new tensor."""
+    memory = device_tensor_memory(tensor)
+    output = tensor if in_place else torch.empty_like(tensor, requires_grad=False)
+    target = memory if in_place else device_tensor_memory(output)
+    priority = process.current().tensors.noted_priority(name, priority)
+    return memory, name, average, priority, target, output, choice, learning_rate
 
 
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
@@ -95,42 +100,20 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     """Begin to sum *tensor* over all ranks; `synchronize` of the handle returns a new tensor.
 
     *tensor* must not be written until then. *version* is BytePS's; rounds are counted here, so it changes nothing.
-    *compression* is a codec, or what chooses one, and *learning_rate* for its error feedback: see `bpsfast.push_pull`.
+    *compression* is a codec or a choice of codecs, *learning_rate* for its error feedback: see `bpsfast.push_pull`.
     """
-    memory = device_tensor_memory(tensor)
-    output = torch.empty_like(tensor, requires_grad=False)
-    return operations.start(memory, name, average, _priority(name, priority), device_tensor_memory(output), output,
-                            compression, learning_rate)
+    return handle.start(*_arguments(tensor, average, name, priority, compression, learning_rate))
 
 
 def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
                             priority: int = 0, *, compression: Choice | None = None,
                             learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
-    memory = device_tensor_memory(tensor)
-    return operations.start(memory, name, average, _priority(name, priority), memory, tensor, compression,
-                            learning_rate)
+    return handle.start(*_arguments(tensor, average, name, priority, compression, learning_rate, in_place=True))
 
 
-class _Group:
-    """Counts the push_pulls of a group of *n_members*; 0: no end of it. Any thread."""
-
-    def __init__(self, n_members: int = 0) -> None:
-        self._n_members = n_members
-        self._n_begun = 0
-        self._lock = threading.Lock()
-
-    def count(self) -> int:
-        """Return the place of one more push_pull in its group, from 1 on."""
-        with self._lock:
-            self._n_begun += 1
-            place = self._n_begun
-            if place == self._n_members:
-                self._n_begun = 0
-            return place
-
-
-_group = _Group()
+#: The size of a group of push_pulls, and the count of calls; taking the next number is atomic.
+_group = sys.maxsize, itertools.count()
 
 
 def byteps_torch_set_num_grads(num_grads_: int) -> int:
@@ -138,37 +121,26 @@ def byteps_torch_set_num_grads(num_grads_: int) -> int:
     global _group
     if num_grads_ < 1:
         raise ConfigError(f"byteps_torch_set_num_grads({num_grads_}): a group has at least one gradient")
-    _group = _Group(num_grads_)
+    _group = num_grads_, itertools.count()
     return 0
 
 
 def push_pull_group_sync_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
                                  priority: int = 0) -> tuple[Handle, int]:
-    """As `push_pull_async_inplace`; return the handle and the place of this call in its group, from 1 on.
+    """As `push_pull_async_inplace`; return the handle and the number of this call in its group, from 1 on.
 
-    Whoever gets the size of the group (`byteps_torch_set_num_grads`) has begun the last one and waits for all. There is
-    one count in a process; `DistributedDataParallel` does without it.
+    A caller that gets the size of the group (`byteps_torch_set_num_grads`) has begun its last push_pull, and waits for
+    all of them. There is one count in a process; `DistributedDataParallel` does not use it.
     """
-    handle = push_pull_async_inplace(tensor, average, name, version, priority)
-    return handle, _group.count()
-
-
-def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, codec: Choice | None,
-               learning_rate: float | None = None) -> torch.Tensor:
-    """Sum *tensor* into a new one."""
-    output = torch.empty_like(tensor, requires_grad=False)
-    return operations.run(device_tensor_memory(tensor), name, average, _priority(name, priority),
-                          device_tensor_memory(output), output, codec, learning_rate)
-
-
-def _priority(name: str | None, priority: int) -> int:
-    return process.current().tensors.noted_priority(name, priority)
+    begun = push_pull_async_inplace(tensor, average, name, version, priority)
+    size, calls = _group
+    return begun, next(calls) % size + 1
 
 
 class _PushPull(torch.autograd.Function):
     """The sum is linear: its gradient is the sum (mean) of the ranks' gradients.
 
-    That travels under the same name, unless it is compressed: what was not sent of one must not be added to the other.
+    The gradient travels under the same name, unless it is compressed: the residuals of the two must not be mixed.
     """
 
     @staticmethod
@@ -182,11 +154,13 @@ class _PushPull(torch.autograd.Function):
             average = flag(average)
             name = process.current().tensors.unnamed("auto")
         ctx.arguments = (average, name if codec is None else f"{name}.backward", priority, codec)
-        return _push_pull(tensor, average, name, priority, codec, learning_rate)
+        total: torch.Tensor = handle.run(*_arguments(tensor, average, name, priority, codec, learning_rate))
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _push_pull(gradients[0].contiguous(), *ctx.arguments), None, None, None, None, None
+        total = handle.run(*_arguments(gradients[0].contiguous(), *ctx.arguments))
+        return total, None, None, None, None, None
 
 
 def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
@@ -210,9 +184,10 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
 def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
                       priority: int = 0, *, compression: Choice | None = None,
                       learning_rate: float | None = None) -> torch.Tensor:
-    """Replace *tensor* by its sum (mean) over all ranks and return it; the rest as of `push_pull_async`."""
-    memory = device_tensor_memory(tensor)
-    return operations.run(memory, name, average, _priority(name, priority), memory, tensor, compression, learning_rate)
+    """Replace *tensor* by its sum (mean) over all ranks and return it; the arguments are those of `push_pull_async`."""
+    total: torch.Tensor = handle.run(
+        *_arguments(tensor, average, name, priority, compression, learning_rate, in_place=True))
+    return total
 
 
 def poll(handle: Handle) -> bool:
@@ -225,17 +200,17 @@ def synchronize(handle: Handle) -> torch.Tensor:
     return handle.wait()
 
 
-#: Called in this order before this process leaves its job.
+#: Functions that `shutdown` calls, in this order, before this process leaves its job.
 before_shutdown: list[Callable[[], None]] = []
 
 
 def init(lazy: bool = True) -> None:
-    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
+    """Join the job (`bpsfast.init`) now, so that errors show now; BytePS, if *lazy*, connects later."""
     process.init()
 
 
 def shutdown() -> None:
-    """Make the updates that are due (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
+    """Make the due updates (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
     try:
         for call in before_shutdown:
             call()
@@ -244,5 +219,5 @@ def shutdown() -> None:
 
 
 def suspend() -> None:
-    """Make the updates that are due, then leave the job until `resume`; raises as `process.suspend`."""
+    """Make the due updates, then leave the job until `resume`; raises as `process.suspend`."""
     process.suspend(shutdown)

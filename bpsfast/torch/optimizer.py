@@ -1,6 +1,6 @@
 """DistributedOptimizer: the user's optimizer, whose gradients are averaged over all ranks before each step.
 
-The gradients' way is `exchange.Exchange`'s; with *cross_barrier* steps overlap the next forward pass (`cross_barrier`).
+`exchange.Exchange` averages them; with *cross_barrier* a step overlaps the next forward pass (`cross_barrier`).
 """
 from __future__ import annotations
 
@@ -16,25 +16,39 @@ from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange, SparseExchange
-from .optimizer_extras import has_momentum, warn_of_momentum
-from .optimizer_wrapper import (
-    OptimizerWrapper,
-    check_idle,
-    check_passes,
-    members_of,
-    owned,
-    parameters_of,
-    user_step,
-    wrap,
-)
+from .gradient_hooks import Named
+from .optimizer_extras import is_exchanged, settled_base, user_state_dict, warn_of_momentum
+from .optimizer_wrapper import OptimizerWrapper, check_idle, check_passes, owned, parameters_of, user_step, wrap
+
+
+class _SavesExtras(OptimizerWrapper):
+    """The methods that `DistributedOptimizer` adds to the user's optimizer class, with and without *cross_barrier*."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's own state, codec states under "compression", the result of autotune under "tuned".
+
+        Each node has its own codec states: for identical bits after a restart save those of every node
+        (`optimizer_extras`). Call it between steps. With *cross_barrier* it makes the due updates first.
+        """
+        state = user_state_dict(self)
+        return {**state, **self._exchange.state()} if self._exchange is not None else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned on this node. With *cross_barrier* it makes the due updates first.
+
+        Raises `MismatchError` (in the first step if it is loaded before that) if the codec states are of another node,
+        or of other gradients or codecs: remove "compression" from the state to begin without.
+        """
+        base, state = settled_base(self), dict(state_dict)
+        if self._exchange is not None:
+            self._exchange.load(state)
+        base.load_state_dict(self, state)
 
 
 class _DistributedOptimizer(OptimizerWrapper):
-    """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
+    """The methods that `DistributedOptimizer` adds to the user's optimizer class without *cross_barrier*."""
 
-    _base: type[torch.optim.Optimizer]
     _exchange: Exchange | None
-    _skips: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients (unless `synchronize` did, or inside `skip_synchronize`) and update the parameters.
@@ -53,49 +67,22 @@ class _DistributedOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Wait until all gradients are averaged over all ranks and in place; before clipping them, for example.
 
-        A parameter without a gradient contributes zeros, and gets the average as its gradient; if it has one on no
-        rank, it gets none. The next `step` does not average again, unless a backward pass or `zero_grad` comes before.
-
-        Raises
-        ------
-        UnsupportedError
-            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
-        StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        A parameter without a gradient contributes zeros and gets the average; without one on any rank it gets none. The
+        next `step` does not average again, unless a backward pass or `zero_grad` comes before. Raises as
+        `bpsfast.push_pull`; and `UnsupportedError` on all ranks, if a parameter has a gradient that was not the
+        optimizer's when it was wrapped.
         """
         if self._exchange is not None:
             self._exchange.synchronize()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state, under "compression" what this node keeps of compressed gradients, under
-        "tuned" what the setting autotune has found.
-
-        Each node has its own of the second: for identical bits after a restart save one for each (`kept`). Between
-        steps.
-        """
-        return _with_kept(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this node.
-
-        Raises
-        ------
-        MismatchError
-            If what was kept is of another node, or of other gradients or codecs: remove "compression" from the state to
-            begin with nothing kept. Before the first step that is raised by the first step.
-        """
-        _load_with_kept(self, state_dict)
-
 
 class _CrossBarrierOptimizer(OptimizerWrapper):
-    """What is mixed in over that with *cross_barrier*, where there is anybody to exchange gradients with."""
+    """The methods that `DistributedOptimizer` adds instead with *cross_barrier*, where gradients are exchanged."""
 
-    _base: type[torch.optim.Optimizer]
     _exchange: CrossBarrierExchange
-    _skips: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Note that the step is over and return; each parameter is updated before anybody uses it.
+        """Record that the step is due and return; each parameter is updated before its next use.
 
         After `synchronize` (to clip, for example) inside `skip_synchronize`, and in the first step, it is an ordinary
         step. The optimizer's own hooks on the step run now; torch's global ones run for each parameter.
@@ -120,18 +107,14 @@ class _CrossBarrierOptimizer(OptimizerWrapper):
         return None
 
     def synchronize(self) -> None:
-        """Wait until all gradients are averaged and in place, as without cross_barrier: on all ranks, after backward.
-        """
+        """Wait until all gradients are averaged and in place, as without cross_barrier; all ranks, after backward."""
         self._exchange.settle_all()
         self._exchange.synchronize()
 
     def settle(self) -> None:
-        """Make the updates that are due now, and not when the parameters are used; nobody else has to do so.
+        """Make the due updates now, instead of when the parameters are used; raises as `bpsfast.push_pull`.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        Other ranks need not do so.
         """
         self._exchange.settle_all()
 
@@ -140,33 +123,6 @@ class _CrossBarrierOptimizer(OptimizerWrapper):
         check_idle(self._exchange)
         self._exchange.zero(set_to_none)
         self._exchange.forget_passes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Make the updates that are due, then as without cross_barrier."""
-        self._exchange.settle_all()
-        return _with_kept(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the updates that are due, then as without cross_barrier."""
-        self._exchange.settle_all()
-        _load_with_kept(self, state_dict)
-
-
-def _with_kept(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    state: dict[str, Any] = optimizer._base.state_dict(optimizer)
-    return {**state, **optimizer._exchange.state()} if optimizer._exchange is not None else state
-
-
-def _load_with_kept(optimizer: OptimizerWrapper, state_dict: dict[str, Any]) -> None:
-    state = dict(state_dict)
-    if optimizer._exchange is not None:
-        optimizer._exchange.load(state)
-    optimizer._base.load_state_dict(optimizer, state)
-
-
-_STEPPING = members_of(_DistributedOptimizer, "step", "synchronize", "state_dict", "load_state_dict")
-_CROSSING = members_of(_CrossBarrierOptimizer, "step", "synchronize", "settle", "zero_grad", "state_dict",
-                       "load_state_dict")
 
 
 def DistributedOptimizer(
@@ -181,34 +137,34 @@ def DistributedOptimizer(
     the first backward pass shows; if torch has compiled anything, in that of *named_parameters*. With the setting
     async_training (BytePS's BYTEPS_ENABLE_ASYNC) it is an `AsyncOptimizer`: no gradients travel.
 
-    A parameter that has a gradient on no rank is left alone, as in one process: so parameters may be frozen and thawed
+    A parameter without a gradient on any rank is left alone, as in one process: so parameters may be frozen and thawed
     while others are trained, and ranks may use different parts of a model. One that was not the optimizer's when it was
     wrapped is refused on all ranks in the first step for which it has a gradient. Parameters may be wrapped again, by
-    an optimizer for others of them or with other arguments: the last one hears of their gradients while backward goes
-    on, an earlier one in its step. All ranks do so in one order. The memory of one that is gone on all ranks is given
-    back.
+    an optimizer for others of them or with other arguments, on all ranks in the same order: the last optimizer sends
+    their gradients during backward, an earlier one in its step. The memory of an optimizer that is gone on all ranks is
+    released.
 
     Parameters
     ----------
     named_parameters
         (name, tensor) of at least all parameters of the optimizer; None: they are numbered.
     compression
-        `Compression.fp16` and `Compression.bf16` let gradients travel in half the bytes; or one of your own
-        (`bpsfast.torch.compression`). Or a codec for what travels between nodes, `Compression.topk(0.01,
-        error_feedback=True)` and the like, or a choice of them by names (`bpsfast.compression.choice`). Error feedback
-        is told the learning rates of the groups. A codec's momentum stands for the optimizer's own, which must be 0.
+        `Compression.fp16` and `Compression.bf16` halve the bytes of gradients; or a compressor of your own
+        (`bpsfast.torch.compression`); or a codec for what travels between nodes (`Compression.topk(0.01,
+        error_feedback=True)`), or a choice of codecs by name (`bpsfast.compression.choice`). Error feedback uses the
+        learning rates of the groups. A codec's momentum replaces the optimizer's own, which must be 0.
     backward_passes_per_step
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
-        `step` returns at once, and whoever uses a parameter next waits for that one only: same values, less waiting
-        (see `cross_barrier`). Parameters that are frozen when the optimizer is wrapped are refused on all ranks, not
-        trained, if they have gradients later. Gradients cannot be used from backward on; `synchronize` makes them. Not
-        for models that are compiled or scripted: their code uses parameters behind Python's back.
+        `step` returns at once, and the next use of a parameter waits for that one only: same values, less waiting (see
+        `cross_barrier`). Parameters that are frozen when the optimizer is wrapped are not trained, but refused on all
+        ranks, if they have gradients later. From backward on gradients cannot be used, unless `synchronize` is called.
+        Not for compiled or scripted models, whose code uses parameters without telling Python.
     num_steps
-        After so many steps, a step waits for all again.
+        After this many steps, `step` waits for all gradients again.
     sparse_as_dense
-        Let sparse gradients (``torch.nn.Embedding(sparse=True)``) travel as dense ones. Else only rows travel that some
-        rank has; not with *cross_barrier*.
+        Send sparse gradients (``torch.nn.Embedding(sparse=True)``) as dense ones. Otherwise only rows travel that some
+        rank has. Not with *cross_barrier*.
 
     Raises
     ------
@@ -232,16 +188,15 @@ def DistributedOptimizer(
         staleness = None if settings.async_staleness < 0 else settings.async_staleness
         backups = None if settings.async_backups < 0 else settings.async_backups
         return AsyncOptimizer(optimizer, named, staleness=staleness, backups=backups)
-    exchanges = bool(named) and (process.size() > 1 or has_momentum(compression, named))
-    crosses = exchanges and cross_barrier
-    wrapped = wrap(optimizer, _CROSSING if crosses else _STEPPING, backward_passes_per_step)
+    crosses = cross_barrier and is_exchanged(named, compression)
+    wrapped = wrap(optimizer, backward_passes_per_step, _SavesExtras,
+                   _CrossBarrierOptimizer if crosses else _DistributedOptimizer)
 
     def exchange(n_passes: int) -> Exchange | None:
         if crosses:
             return CrossBarrierExchange(base, named, compression, n_passes, num_steps)
-        if named and (process.size() > 1 or has_momentum(compression, named)):
-            return SparseExchange(named, compression, n_passes, sparse_as_dense)
-        return None
+        is_needed = is_exchanged(named, compression)  # the size of the job may have changed
+        return SparseExchange(named, compression, n_passes, sparse_as_dense) if is_needed else None
 
     wrapped._make_exchange = exchange
     rejoin(wrapped)
@@ -253,18 +208,14 @@ def DistributedOptimizer(
 def rejoin(optimizer: torch.optim.Optimizer) -> None:
     """Let *optimizer*, which `DistributedOptimizer` has made, average its gradients in the job that was joined last.
 
-    All ranks of that job do so at the same place of their steps; those that have made theirs anew need not. What
-    compressed gradients had left unsent belonged to the nodes of the job before, and is gone.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is another optimizer, or one that trains asynchronously or by outer steps: make that anew.
+    All ranks of that job call it between the same steps, except those that have made their optimizer anew. The nodes of
+    the previous job kept what compressed gradients had left unsent; that is lost. Raises `UnsupportedError` if it is
+    another optimizer, or one that trains asynchronously or by outer steps: make that anew.
     """
     wrapped: Any = optimizer
     if not hasattr(wrapped, "_make_exchange"):
-        raise UnsupportedError(f"{type(optimizer).__name__} is no DistributedOptimizer that could go on in another "
-                               "job: make it anew, in a reset callback of the state")
+        raise UnsupportedError(f"{type(optimizer).__name__} is no DistributedOptimizer, and cannot join another job: "
+                               "make it anew, in a reset callback of the state")
     abandon(wrapped)
     wrapped._exchange = wrapped._make_exchange(wrapped.backward_passes_per_step)
     if wrapped._exchange is not None:
@@ -273,8 +224,7 @@ def rejoin(optimizer: torch.optim.Optimizer) -> None:
 
 
 def abandon(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the gradients of *optimizer*, and updates that are due: their job is over. Of others nothing is changed.
-    """
+    """Discard the gradients and due updates of an *optimizer* of `DistributedOptimizer` (others: do nothing)."""
     exchange = getattr(optimizer, "_exchange", None)
     if exchange is not None:
         exchange.abandon()
@@ -294,8 +244,7 @@ def CrossBarrier(
                                 num_steps=num_steps)
 
 
-def _named(optimizer: torch.optim.Optimizer,
-           named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
+def _named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Named] | None) -> list[Named]:
     """Return (name, parameter) of every parameter of *optimizer*, in the order given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:

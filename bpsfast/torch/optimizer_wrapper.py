@@ -1,25 +1,28 @@
-"""The user's optimizer as one of a class derived from its own: what BytePS's and Horovod's wrappers have in common."""
+"""Wraps a user's optimizer in a class derived from its own. `bpsfast.torch` and `bpsfast.hvd` add their steps to it."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
+from ..trainer.arguments import check_passes
+from .gradient_hooks import Named
 from .ops import REACHED
 
 
 class UnderWayError(BusyError, AssertionError):
-    """zero_grad was called while gradients are under way. Call step or synchronize first. (Horovod asserts it.)"""
+    """zero_grad was called while gradients are being averaged. Call step or synchronize first. (Horovod asserts it.)"""
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """What is mixed into the user's class by `wrap`; `_exchange` sends gradients, None where there is nobody to."""
+    """Methods that `wrap` adds to the user's class. `_exchange` averages the gradients; None: nothing is exchanged."""
 
     _base: type[torch.optim.Optimizer]
     _exchange: Any
@@ -46,10 +49,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
 
-        Raises
-        ------
-        UnderWayError
-            If gradients are under way: between backward and step (or synchronize).
+        Raises `UnderWayError` if gradients are being averaged: between backward and step (or synchronize).
         """
         check_idle(self._exchange)
         self._base.zero_grad(self, set_to_none)
@@ -58,53 +58,31 @@ class OptimizerWrapper(torch.optim.Optimizer):
             if not set_to_none:
                 self._exchange.alias_gradients()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before DistributedOptimizer wraps the optimizer")
 
-
-_MIXED_IN = ("skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
-
-
-def members_of(kind: type, *names: str) -> dict[str, Any]:
-    """Return what *kind* itself defines under *names*, to be mixed in.
-
-    torch wraps a `step` that has no such mark when a state is loaded, and would then run the step hooks twice: they are
-    run by the user's own class already.
-    """
-    members = {name: kind.__dict__[name] for name in names}
-    if "step" in members:
-        members["step"].hooked = True
-    return members
-
-
-def wrap(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]], passes: int) -> Any:
-    """Return *optimizer* as of a class derived from its own, with *members* and those of `OptimizerWrapper`, without an
-    exchange yet.
-
-    It takes over groups, options and state; the original must not be used any more.
-
-    Raises
-    ------
-    ConfigError
-        If it was wrapped before.
-    """
-    wrapped = derive(optimizer, {**members_of(OptimizerWrapper, *_MIXED_IN), **members})
+def wrap(optimizer: torch.optim.Optimizer, passes: int, *mixins: type) -> Any:
+    """Return *optimizer* as `derive` does, with the methods of `OptimizerWrapper` too, and without an exchange yet."""
+    wrapped = derive(optimizer, OptimizerWrapper, *mixins)
     wrapped._skips, wrapped._exchange, wrapped.backward_passes_per_step = False, None, passes
     return wrapped
 
 
-def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return *optimizer* as of a class derived from its own, with *members* and `_base`, its own class.
+def derive(optimizer: torch.optim.Optimizer, *mixins: type) -> Any:
+    """Return *optimizer* in a class derived from its own (`_base`), with the methods that *mixins* define themselves.
 
-    It takes over groups, options and state; the original must not be used any more, but learning-rate schedulers that
-    were made for it go on. Pickled or copied it becomes the user's optimizer again, which refuses to step in a job of
-    several ranks until it is wrapped. Raises `ConfigError` if it is such a one already.
+    It takes over groups, options and state. Do not use the original any more; learning-rate schedulers that were made
+    for it keep working. When it is pickled or copied, the copy is of the user's class, and refuses to step in a job of
+    several ranks until it is wrapped. Raises `ConfigError` if *optimizer* was wrapped before.
     """
     base = type(optimizer)
     if hasattr(base, "_base"):
         raise ConfigError("the optimizer is a DistributedOptimizer, or an OuterOptimizer, already")
-    derived: Any = type(base.__name__, (base,), {**members, "_base": base, "__reduce_ex__": _as_base})
+    methods = {name: value for mixin in mixins for name, value in vars(mixin).items()
+               if inspect.isfunction(value) and not name.startswith("__")}
+    # When a state is loaded, torch wraps a `step` without this mark; then the step hooks, which the user's own class
+    # runs, would run twice.
+    methods["step"].hooked = True  # type: ignore[attr-defined]
+    derived: Any = type(base.__name__, (base,), {**methods, "_base": base, "__reduce_ex__": _as_base,
+                                                 "add_param_group": _refuse_group})
     wrapped = derived.__new__(derived)
     # A scheduler may have replaced the original's `step` by one bound to the original: leave that behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -115,10 +93,13 @@ def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[...,
     return wrapped
 
 
+def _refuse_group(self: Any, param_group: dict[str, Any]) -> None:
+    """Raise an error: all ranks agreed on the parameters when the optimizer was wrapped."""
+    raise UnsupportedError("add the parameter group before the optimizer is wrapped")
+
+
 def user_step(optimizer: Any, closure: Callable[[], Any] | None, after: Callable[[], Any]) -> Any:
-    """Make the step of the user's optimizer; *after* is called each time *closure* has computed gradients, before they
-    are used.
-    """
+    """Run the step of the user's class; call *after* each time *closure* has computed gradients, before their use."""
     if closure is None:
         return optimizer._base.step(optimizer)
 
@@ -130,8 +111,27 @@ def user_step(optimizer: Any, closure: Callable[[], Any] | None, after: Callable
     return optimizer._base.step(optimizer, both)
 
 
+def local_step(optimizer: Any, closure: Callable[[], Any] | None, known: Iterable[torch.Tensor]) -> Any:
+    """Run the step of the user's class with this rank's own gradients.
+
+    Raises `UnsupportedError` if *optimizer* has gradients of other parameters than those *known* to all ranks.
+    """
+    ids = {id(p) for p in known}
+
+    def check() -> None:
+        shapes = [str(tuple(p.shape)) for p in _all_parameters(optimizer) if p.grad is not None and id(p) not in ids]
+        if shapes:
+            raise UnsupportedError(
+                f"the optimizer has gradients of parameters of shape {', '.join(shapes[:4])} that did not require any, "
+                "or were not there, when it was wrapped: their updates would stay this rank's. Make the optimizer anew "
+                "with the parameters as they are now, and wrap that")
+
+    check()
+    return user_step(optimizer, closure, check)
+
+
 def _keep_scheduled(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
-    """Let schedulers of the original *optimizer* see that *wrapped* steps, and set the rates of what it has loaded."""
+    """Keep schedulers of the original *optimizer* working: they see the steps of *wrapped*, and the state it loads."""
     original: Any = weakref.ref(optimizer)  # schedulers keep it
 
     def stepped(*_: Any) -> None:
@@ -151,7 +151,7 @@ def _as_base(self: Any, protocol: object) -> tuple[Any, ...]:
 
 
 def _unwrapped(base: type[torch.optim.Optimizer]) -> Any:
-    """Return an empty optimizer of the class *base*, which takes over the state of one that was wrapped."""
+    """Return an empty optimizer of the class *base*, for `__setstate__` of an unpickled one."""
     optimizer: Any = base.__new__(base)
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._refusal = optimizer.register_step_pre_hook(_refuse_alone)
@@ -165,39 +165,24 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                           f"step by the gradients of rank {session.rank} alone: wrap it by DistributedOptimizer again")
 
 
-def check_passes(passes: int) -> None:
-    """Raise `ConfigError` unless there is at least one backward pass per step."""
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes!r}")
-
-
 def check_idle(exchange: Any) -> None:
-    """Raise `UnderWayError` if gradients are under way."""
+    """Raise `UnderWayError` if gradients are being averaged."""
     if exchange is not None and exchange.busy:
         raise UnderWayError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
 
 
-def refuse_unknown(optimizer: torch.optim.Optimizer, known: Iterable[torch.Tensor]) -> None:
-    """Raise `UnsupportedError` if *optimizer* has gradients of other parameters than those *known* to all ranks."""
-    ids = {id(p) for p in known}
-    shapes = [str(tuple(p.shape)) for group in optimizer.param_groups for p in group["params"]
-              if p.grad is not None and id(p) not in ids]
-    if shapes:
-        raise UnsupportedError(
-            f"the optimizer has gradients of parameters of shape {', '.join(shapes[:4])} that did not require any, or "
-            "were not there, when it was wrapped: their updates would stay this rank's. Make the optimizer anew with "
-            "the parameters as they are now, and wrap that")
+def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def trained_parameters(optimizer: torch.optim.Optimizer,
-                named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def trained_parameters(optimizer: torch.optim.Optimizer, named: Iterable[Named]) -> list[Named]:
     """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
 
     Raises as `owned`; and `ConfigError` if one has no name of its own.
     """
     found = [(name, p) for name, p in owned(optimizer, named, reached=("cpu",)) if p.requires_grad]
-    n_wanted = len({id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad})
+    n_wanted = len({id(p) for p in _all_parameters(optimizer) if p.requires_grad})
     n_named = len({name for name, _ in found})
     if n_named < n_wanted:
         raise ConfigError(f"{n_wanted - n_named} of {n_wanted} parameters of the optimizer have no name of their own "
@@ -206,34 +191,29 @@ def trained_parameters(optimizer: torch.optim.Optimizer,
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Callable[[], list[torch.Tensor]]:
-    """Return what returns the parameters that *optimizer* has by then, as long as it lives."""
+    """Return a function that returns the present parameters of *optimizer*, without keeping it alive."""
     found = weakref.ref(optimizer)
 
     def parameters() -> list[torch.Tensor]:
         alive = found()
-        return [] if alive is None else [p for group in alive.param_groups for p in group["params"]]
+        return [] if alive is None else _all_parameters(alive)
 
     return parameters
 
 
-def owned(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]],
-          reached: tuple[str, ...] = REACHED) -> list[tuple[str, torch.Tensor]]:
+def owned(optimizer: torch.optim.Optimizer, named: Iterable[Named], reached: tuple[str, ...] = REACHED) -> list[Named]:
     """Return (name, parameter) of every parameter of *optimizer* once, in the order of *named*.
 
-    Raises
-    ------
-    ConfigError
-        If *named* is not such pairs.
-    UnsupportedError
-        If one that is trained is on another kind of device than those *reached*.
+    Raises `ConfigError` if *named* is not such pairs, and `UnsupportedError` if a trained parameter is on another kind
+    of device than those *reached*.
     """
     pairs = list(named) if isinstance(named, Iterable) else [named]
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ConfigError(f"{type(pair).__name__} among the parameters: expected pairs of name and parameter, as "
                               "model.named_parameters() gives them")
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    wanted = {id(p) for p in _all_parameters(optimizer)}
+    found: dict[int, Named] = {}
     for name, p in pairs:
         if id(p) in wanted:
             found.setdefault(id(p), (name, p))

@@ -1,9 +1,9 @@
-"""OuterOptimizer: many local steps, then one of all ranks together, whose momentum the owners keep (DiLoCo).
+"""OuterOptimizer: many local steps, then one step of all ranks together, whose momentum the owners keep (DiLoCo).
 
-After every `sync_every` steps of the user's optimizer each rank pushes how far its parameters have moved from the
-outer weights; the owners average that, make a step of Nesterov's momentum, and answer with the new outer weights
-(Douillard et al., arXiv 2311.08105). Parameters may do so in fragments, each at steps of its own, and train on while
-theirs are under way (Streaming DiLoCo, arXiv 2501.18512).
+After every `sync_every` steps of the user's optimizer each rank pushes the difference between the outer weights and its
+parameters. The owners average the differences, make a step with Nesterov momentum, and answer with the new outer
+weights (Douillard et al., arXiv 2311.08105). Parameters may be exchanged in fragments, each at steps of its own, and
+are trained while their exchange is under way (Streaming DiLoCo, arXiv 2501.18512).
 """
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import process
 from ..trainer.async_weights import StoredTensor
+from .gradient_hooks import Named
 from .ops import wire_dtype_name
-from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
+from .optimizer_wrapper import derive, local_step, trained_parameters
 
 
 class Outer:
-    """The outer steps of one optimizer's *named* parameters. Owner: the optimizer; all ranks alike."""
+    """Makes the outer steps of one optimizer's *named* parameters, on all ranks alike. The optimizer owns it."""
 
     def __init__(self, named: list[Named], spec: StoreSpec, sync_every: int, n_fragments: int, overlap: int, mix: float,
                  root_rank: int) -> None:
@@ -43,7 +43,7 @@ class Outer:
             fragment.seed(root_rank)
 
     def after_step(self) -> None:
-        """Count an inner step; send and take over what is due."""
+        """Count an inner step; send the fragments, and take over the answers, that are due."""
         self.n_steps += 1
         for fragment in self.fragments:
             if self.n_steps % self._every == fragment.offset:
@@ -53,7 +53,7 @@ class Outer:
                 fragment.take_over(self._mix if self._overlap else 0.0)
 
     def state(self) -> dict[str, Any]:
-        """Return what a later job needs to go on with the same bits, on all ranks together."""
+        """Return what a later job needs to continue with the same bits; all ranks call it together."""
         return {"n_steps": self.n_steps, "sync_every": self._every, "overlap": self._overlap,
                 "fragments": [fragment.state() for fragment in self.fragments]}
 
@@ -73,7 +73,7 @@ class Outer:
             fragment.check(saved)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned and `check` lets pass, on all ranks together."""
+        """Continue from what `state` returned and `check` accepts; all ranks call it together."""
         pairs = list(zip(self.fragments, state["fragments"]))
         for fragment, saved in pairs:
             fragment.start_anew(saved, self._root)
@@ -83,65 +83,45 @@ class Outer:
 
 
 class _OuterOptimizer(torch.optim.Optimizer):
-    """What is mixed into the user's optimizer class (see `OuterOptimizer`)."""
+    """The methods that `OuterOptimizer` adds to the user's optimizer class."""
 
     _base: type[torch.optim.Optimizer]
     _outer: Outer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a local step; every so many of them, an outer one with all ranks.
+        """Make a local step; after every *sync_every* of them, an outer one with all ranks.
 
-        Raises
-        ------
-        UnsupportedError
-            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made;
-            or requires none any more.
-        StallError, PeerLostError
-            As `bpsfast.push_pull`, if an outer step is due.
+        Raises as `bpsfast.push_pull` if an outer step is due; and `UnsupportedError` on this rank, if a parameter has a
+        gradient that did not require one, or was not there, when this was made; or requires none any more.
         """
         parameters = self._outer.parameters
-        def check() -> None:
-            refuse_unknown(self, parameters.values())
-
-        check()
         frozen = [name for name, p in parameters.items() if not p.requires_grad]
         if frozen:
             raise UnsupportedError(f"{', '.join(frozen[:4])} required gradients when the optimizer was wrapped, and do "
                                    "not now, but the outer momentum would move them on: make the optimizer anew, and "
                                    "wrap that")
-        result = user_step(self, closure, check)
+        result = local_step(self, closure, parameters.values())
         self._outer.after_step()
         return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, and under "outer" weights, momentum, counts and this rank's parameters.
 
-        On all ranks together, after the same step; ranks between outer steps differ, so each saves its own.
+        All ranks call it together, after the same step. Between outer steps ranks differ, so each saves its own.
         """
         return {**self._base.state_dict(self), "outer": self._outer.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank, on all ranks together; the model's parameters too.
+        """Continue from what `state_dict` returned on this rank, on all ranks together; the model's parameters too.
 
-        Raises
-        ------
-        MismatchError
-            If there is no outer state in it, or one of other parameters; nothing has changed.
-        ValueError
-            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
+        Raises `MismatchError` if it has no outer state, or one of other parameters, and the inner optimizer's
+        ValueError if its part of the state is of other groups; then nothing has changed.
         """
         if "outer" not in state_dict:
             raise MismatchError("the saved state has no outer weights: it is not an OuterOptimizer's")
         self._outer.check(state_dict["outer"])
         self._base.load_state_dict(self, {key: value for key, value in state_dict.items() if key != "outer"})
         self._outer.load(state_dict["outer"])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before OuterOptimizer wraps the optimizer")
-
-
-_MEMBERS = members_of(_OuterOptimizer, "step", "state_dict", "load_state_dict", "add_param_group")
 
 
 def OuterOptimizer(
@@ -151,9 +131,9 @@ def OuterOptimizer(
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that trains locally, and after every *sync_every* steps makes an outer one (DiLoCo).
 
-    Waits until all ranks have come here, and gives all of them rank *root_rank*'s parameters. The result is of a class
-    derived from the optimizer's own; the original must not be used any more. Gradients are not exchanged, buffers (as
-    of BatchNorm) are each rank's own.
+    Blocks until all ranks have called it, and gives all of them rank *root_rank*'s parameters. The result is of a class
+    derived from the optimizer's own; the original must not be used any more. Neither gradients nor buffers (as of
+    BatchNorm) are exchanged.
 
     Parameters
     ----------
@@ -161,30 +141,29 @@ def OuterOptimizer(
         The model, or (name, parameter) of all parameters of the optimizer in forward order; only trained ones travel,
         halves as float32.
     outer_lr, outer_momentum
-        Of the outer step, which is ``torch.optim.SGD(nesterov=True)``'s, with the mean over all ranks of how far
-        parameters have moved as gradient. The owners keep the momentum.
+        Of the outer step, which is ``torch.optim.SGD(nesterov=True)``'s; its gradient is the mean over all ranks of
+        how far parameters have moved. The owners keep the momentum.
     n_fragments
-        Exchange the parameters in so many parts of about the same size, each at steps of its own: so a link carries
-        that much less at a time.
+        Exchange the parameters in this many parts of about the same size, each at steps of its own, so that a link
+        carries less at a time.
     overlap
-        Take an answer over so many steps later, below *sync_every*; the steps until then hide its way.
+        Take an answer over this many steps later, below *sync_every*; training goes on while it travels.
     mix
-        With *overlap*: how much of the parameters as they are then is kept, the rest is the answer's.
+        With *overlap*: the share of the parameters at that time that is kept; the rest is the answer's.
 
     Raises
     ------
     ConfigError
         If an argument is not possible, or names are missing.
     StallError
-        If a rank does not come.
+        If a rank does not call it in time.
     """
     counts = {"sync_every": sync_every, "n_fragments": n_fragments, "overlap": overlap, "root_rank": root_rank}
-    for what, count in counts.items():
-        if not isinstance(count, int):
-            raise ConfigError(f"OuterOptimizer with {what}={count!r}: expected int, got {type(count).__name__}")
-    for what, number in {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "mix": mix}.items():
-        if not isinstance(number, int | float):
-            raise ConfigError(f"OuterOptimizer with {what}={number!r}: expected a number, got {type(number).__name__}")
+    numbers = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "mix": mix}
+    for what, value in {**counts, **numbers}.items():
+        if not isinstance(value, int if what in counts else int | float):
+            expected = "int" if what in counts else "a number"
+            raise ConfigError(f"OuterOptimizer with {what}={value!r}: expected {expected}, got {type(value).__name__}")
     if sync_every < 1 or n_fragments < 1 or not 0 <= overlap < sync_every or not 0 <= mix < 1:
         raise ConfigError(f"OuterOptimizer with sync_every={sync_every}, n_fragments={n_fragments}, overlap={overlap}, "
                           f"mix={mix:g}: the first two are at least 1, 0 <= overlap < sync_every, 0 <= mix < 1")
@@ -198,16 +177,13 @@ def OuterOptimizer(
     for name, p in named:
         if not p.is_floating_point():
             raise UnsupportedError(f"parameter {name!r} is {p.dtype}: outer steps are made of floats")
-    wrapped = derive(optimizer, _MEMBERS)
+    wrapped = derive(optimizer, _OuterOptimizer)
     wrapped._outer = Outer(named, spec, sync_every, n_fragments, overlap, mix, root_rank)
     return wrapped  # type: ignore[no-any-return]
 
 
 def _is_double(named: Named) -> bool:
     return named[1].dtype == torch.float64
-
-
-Named = tuple[str, torch.Tensor]
 
 
 def split_parameters(named: Sequence[Named], n_fragments: int) -> list[list[Named]]:
@@ -223,22 +199,17 @@ def split_parameters(named: Sequence[Named], n_fragments: int) -> list[list[Name
 
 
 class Fragment:
-    """*named* parameters of one kind (float64, or others, which travel as float32), their outer weights and when they
-    are exchanged. One thread at a time; all ranks alike.
+    """Exchanges the *named* parameters, which are all float64 or all travel as float32, and keeps their outer weights.
 
-    Parameters
-    ----------
-    name
-        The job's, of the tensor that the owners keep.
-    offset
-        They are sent in the steps that are *offset* modulo the number of inner steps.
+    One thread at a time; all ranks alike. *name* is the job's name of the tensor that the owners keep. It is sent in
+    steps whose number modulo `sync_every` is *offset*.
     """
 
     def __init__(self, name: str, named: Sequence[Named], spec: StoreSpec, offset: int, priority: int) -> None:
         self.parameters = [p for _, p in named]
         self.offset = offset
-        self.due = 0  # the step in which the answer is taken over; 0: none is under way
-        self._is_here = False  # the answer that is due is in `outer` already
+        self.due = 0  # the step in which the answer is taken over; 0: none is expected
+        self._has_arrived = False  # whether that answer is in `outer` already
         self._name, self._spec, self._priority = name, spec, priority
         self._dtype = torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
         self.outer = torch.empty(sum(p.numel() for p in self.parameters), dtype=self._dtype)
@@ -253,7 +224,7 @@ class Fragment:
         sizes = [p.numel() for p in self.parameters]
         return [piece.view(p.shape) for piece, p in zip(flat.split(sizes), self.parameters)]
 
-    # -- set, and set again ----------------------------------------------------------------------------------------
+    # -- initial values and saved states ---------------------------------------------------------------------------
 
     def start_seed(self, root_rank: int) -> None:
         """Begin to give all ranks the parameters of rank *root_rank*."""
@@ -263,21 +234,20 @@ class Fragment:
         self._stored.start_seed(self.outer.numpy(), root_rank)
 
     def seed(self, root_rank: int) -> None:
-        """Take the parameters of rank *root_rank* over. Raises as `push_pull`."""
-        self._take(self._stored.seed(None, root_rank))
+        """Take over the parameters of rank *root_rank*. Raises as `push_pull`."""
+        self.outer.numpy()[:] = self._stored.seed(None, root_rank)
         self._write(0.0)
 
     def start_anew(self, state: dict[str, Any], root_rank: int) -> None:
-        """Begin to set everything to a saved *state* that passes `check`; the owners take it from rank *root_rank*'s.
-        """
+        """Begin to set the owners' weights to the saved *state* of rank *root_rank*, which passes `check`."""
         self._stored.retire()
         self._stored = self._declare()
         self._stored.start_seed(state["outer"].numpy(), root_rank)
 
     def load(self, state: dict[str, Any], root_rank: int) -> None:
-        """End what `start_anew` began."""
-        self._take(self._stored.seed(state["momentum"].numpy(), root_rank))
-        self.due, self._is_here = state["due"], bool(state["due"])
+        """Complete what `start_anew` began, and set this rank's parameters."""
+        self.outer.numpy()[:] = self._stored.seed(state["momentum"].numpy(), root_rank)
+        self.due, self._has_arrived = state["due"], bool(state["due"])
         with torch.no_grad():
             for piece, p in zip(self._views_of(state["local"]), self.parameters):
                 p.copy_(piece)
@@ -294,7 +264,7 @@ class Fragment:
                                     f"{self._dtype}")
 
     def state(self) -> dict[str, Any]:
-        """Return all there is of it, on all ranks together: copies. Waits for an answer that is under way."""
+        """Return copies of weights, momentum and parameters; all ranks call it together. Waits for a pending answer."""
         if self._stored.in_flight:
             self._receive()
         local = torch.empty_like(self.outer)
@@ -306,27 +276,24 @@ class Fragment:
     # -- outer steps -----------------------------------------------------------------------------------------------
 
     def send(self, due: int) -> None:
-        """Send how far the parameters have moved, for an answer that is taken over in step *due*."""
+        """Send how far the parameters have moved; the answer is to be taken over in step *due*."""
         with torch.no_grad():
-            for target, view, p in zip(self._views_of(torch.from_numpy(self._stored.place)), self._views,
+            for target, view, p in zip(self._views_of(torch.from_numpy(self._stored.input)), self._views,
                                        self.parameters):
                 torch.sub(view, p, out=target)
-        self._stored.push_place()
+        self._stored.push_input()
         self.due = due
 
     def take_over(self, mix: float) -> None:
-        """Wait for the answer and go on from it, with *mix* of where the parameters are now. Raises as `push_pull`."""
-        if not self._is_here:
+        """Wait for the answer; mix it with *mix* of the present parameters. Raises as `push_pull`."""
+        if not self._has_arrived:
             self._receive()
-        self.due, self._is_here = 0, False
+        self.due, self._has_arrived = 0, False
         self._write(mix)
 
     def _receive(self) -> None:
-        self._take(self._stored.wait())
-        self._is_here = True
-
-    def _take(self, weights: np.ndarray[Any, Any]) -> None:
-        self.outer.numpy()[:] = weights
+        self.outer.numpy()[:] = self._stored.wait()
+        self._has_arrived = True
 
     def _write(self, mix: float) -> None:
         with torch.no_grad():

@@ -1,20 +1,20 @@
 """DistributedDataParallel: a module whose gradients are averages over all ranks when `backward` returns.
 
-    construction  rank 0's parameters and buffers are given to all ranks
-    forward       rank 0's buffers are given to all ranks, then the module's own forward pass
-    backward      each gradient leaves as soon as it is there (`exchange`); at its end all averages are awaited
+    construction  all ranks get rank 0's parameters and buffers
+    forward       all ranks get rank 0's buffers, then run the module's own forward pass
+    backward      each gradient is sent as soon as it is computed (`exchange`); the end waits for all averages
 
-The end of a backward pass is what autograd calls last in the pass that has begun at the module's output: a hook on the
-output asks for that. So it does not matter which parameters were used, and passes within the pass (checkpoints that
-compute again) end nothing. BytePS counts gradients instead, in one count for the process.
+A hook on the module's output asks autograd to call back at the end of the backward pass that has begun there. So it
+does not matter which parameters were used, and nested passes (checkpoints that compute again) do not end it. BytePS
+counts gradients instead, in one count for the process.
 
-Several modules may be used in one backward pass. Then all of them send what is left before any of them waits, so ranks
-may come to them in different orders; but for a step in which a parameter of one of them is thawed.
+Several modules may be used in one backward pass. All of them send their remaining gradients before any of them waits,
+so ranks may use them in different orders, except in a step in which a parameter of one of them is thawed.
 """
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -28,19 +28,20 @@ from ..trainer import process
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
+from .gradient_hooks import Named
 from .ops import REACHED
 from .optimizer_extras import has_momentum, warn_of_momentum
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
-#: What the backward passes that go on (autograd's numbers of them) have to end.
+#: Autograd's number of a running backward pass -> the exchanges whose gradients its end averages.
 _to_end: dict[int, set[_ModuleExchange]] = {}
 
 
 class _ModuleExchange(Exchange):
-    """The gradients of one module. They are sent while `sends` is true, else they add up."""
+    """Averages the gradients of one module. They are sent while `sends` is true; otherwise they accumulate."""
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike) -> None:
         super().__init__(named, compression, n_passes=1)
         self.sends = True
         self.is_used = False  # by a forward pass, since the last step
@@ -48,7 +49,6 @@ class _ModuleExchange(Exchange):
         self._n_left = len(self.parameters)
 
     def accumulated(self, name: str) -> None:
-        """Send the gradient of *name*."""
         if not self.sends:
             self.synchronized = False
             return
@@ -59,41 +59,40 @@ class _ModuleExchange(Exchange):
         if self.is_superseded and not self.is_used:
             return
         self._n_left -= 1
-        if not self._n_left:  # whether or not this pass goes through an output that is known
+        if not self._n_left:  # even if this pass did not begin at an output with a hook
             _end_later(self)
 
     def forget_passes(self) -> None:
-        """Expect all gradients again."""
         super().forget_passes()
         self._n_left, self.is_used = len(self.parameters), False
 
     def superseded(self) -> None:
-        """As `Exchange.superseded`. Of forward passes before that none has to be ended: ranks may have done without."""
+        """As `Exchange.superseded`; earlier forward passes do not count, because other ranks may not have made them."""
         super().superseded()
         self.is_used = False
 
     def output_reached(self, _: torch.Tensor) -> None:
-        """Be told that a backward pass has come to an output of the module."""
+        """Handle a backward pass that has reached an output of the module."""
         if self.sends:
             self.synchronized = False
             _end_later(self)
 
 
 def _end_later(exchange: _ModuleExchange) -> None:
-    """Let the backward pass that calls this end by averaging the gradients of *exchange*."""
+    """Make the running backward pass, which calls this, average the gradients of *exchange* at its end."""
     number = torch._C._current_graph_task_id()
     _to_end.setdefault(number, set()).add(exchange)
     _queue_at_end(partial(_end_pass, number))
 
 
 def _end_pass(number: int) -> None:
-    """Average the gradients of all modules that this backward pass has used, unless that was done."""
+    """Average the gradients of all modules that backward pass *number* has used, unless that was done."""
     exchanges = _to_end.pop(number, set())
     _average(sorted((each for each in exchanges if not each.synchronized), key=lambda each: each.number))
 
 
 def _forget_passes_of(exchange: _ModuleExchange) -> None:
-    """End nothing of *exchange* later: passes that an exception has ended never come to their end."""
+    """Forget the passes that were to average *exchange*: one that an exception has interrupted never ends."""
     for number in [number for number, exchanges in _to_end.items() if exchange in exchanges]:
         _to_end[number].discard(exchange)
         if not _to_end[number]:
@@ -109,7 +108,7 @@ def _average(exchanges: Sequence[_ModuleExchange]) -> None:
     for exchange in exchanges:
         try:
             exchange.receive()
-        except (BusyError, UnsupportedError) as exc:  # of one model; the others' gradients have to be taken, too
+        except (BusyError, UnsupportedError) as exc:  # concerns one model; the others' gradients must be received too
             refused.append(exc)
     if refused:
         raise refused[0]
@@ -119,19 +118,19 @@ class DistributedDataParallel(torch.nn.Module):
     """*module*, trained by all ranks together: its gradients are the averages over all ranks. One thread at a time.
 
     All ranks make the same modules in the same order; a process may have several. ``state_dict`` is that of a module
-    whose only child is ``module``, as of torch's class of this name. Unlike that class, and as in BytePS, it needs no
-    process group, and every forward pass gives out the buffers, also while evaluating: evaluate on one rank alone by
+    whose only child is ``module``, as in torch's class of this name. Unlike that class, and as in BytePS, it needs no
+    process group, and every forward pass broadcasts the buffers, also in evaluation: to evaluate on one rank alone, use
     ``model.module``.
 
     Parameters
     ----------
     module
-        On the CPU, or on this rank's GPU. Its parameters are all there: gradients of others are refused on all ranks,
-        by the backward pass. They may be frozen and thawed: one that has a gradient on no rank gets none.
+        On the CPU, or on this rank's GPU. Parameters must not be added later: the backward pass refuses their gradients
+        on all ranks. They may be frozen and thawed; one without a gradient on any rank gets none.
     device_ids
-        BytePS's: at most one device, which changes nothing: the module is where it is.
+        BytePS's: at most one device, and it changes nothing: the module stays where it is.
     broadcast_buffers
-        Give rank 0's buffers to all ranks before each forward pass.
+        Broadcast rank 0's buffers before each forward pass.
     compression
         As of `DistributedOptimizer`; names are those of *module*'s parameters. For error feedback see
         `follow_learning_rates`.
@@ -139,15 +138,15 @@ class DistributedDataParallel(torch.nn.Module):
     Raises
     ------
     UnsupportedError
-        If a parameter or buffer is on neither, or of a dtype that is not summed.
+        If a parameter or buffer is on another device, or of a dtype that is not summed.
     MismatchError
         If the ranks' modules differ; the text names the first difference.
     StallError, PeerLostError
         As `bpsfast.push_pull`; also from forward and backward. In an elastic program that goes on without lost workers,
-        a loss during the construction is not raised: `bpsfast.elastic.run` will see it, and `TorchState` joins the
-        module to the next job.
+        a loss during the construction is not raised: `bpsfast.elastic.run` notices it, and `TorchState` lets the module
+        join the next job.
     ClosedError
-        From forward, after such a loss, in a program that has not joined it.
+        From forward, after such a loss, if the module has not joined another job.
     """
 
     def __init__(self, module: torch.nn.Module, device_ids: Sequence[Any] | None = None, broadcast_buffers: bool = True,
@@ -166,7 +165,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._exchange: _ModuleExchange | None = None
         self._compression = compression
         self._followed: weakref.ref[torch.optim.Optimizer] | None = None
-        self._lost = ""  # why the job was lost while this was made, until it is joined to another one
+        self._lost = ""  # why the job was lost while this was made, until it joins another one
         try:
             self.rejoin()
         except PeerLostError as exc:
@@ -186,7 +185,7 @@ class DistributedDataParallel(torch.nn.Module):
             _forget_passes_of(self._exchange)
             self._exchange.abandon()
             self._exchange = None
-        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+        named: list[Named] = list(module.named_parameters())
         if process.size() == 1 and not has_momentum(compression, named):
             self._lost = ""
             return
@@ -195,14 +194,14 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             broadcast_parameters(module.state_dict(), root_rank=0)
         except BaseException:
-            exchange.abandon()  # whoever holds the traceback holds it, too
+            exchange.abandon()  # the traceback may keep it alive
             raise
         self._exchange, self._lost = exchange, ""
         self._buffers_name = process.current().tensors.unnamed("buffers of DistributedDataParallel")  # of this job
         self._follow()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Give rank 0's buffers to all ranks; return what the module makes of the arguments."""
+        """Broadcast rank 0's buffers to all ranks, then run the module."""
         if self._lost:
             raise ClosedError(f"this module belongs to no job: a worker was lost while it was made ({self._lost}). "
                               "Give it to the training's TorchState, which joins it to the next job, or call rejoin()")
@@ -223,7 +222,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block add up on this rank; the next one outside averages the whole."""
+        """Accumulate the backward passes inside the block on this rank; the next one outside averages the total."""
         exchange = self._exchange
         if exchange is None:
             yield
@@ -235,9 +234,9 @@ class DistributedDataParallel(torch.nn.Module):
             exchange.sends = before
 
     def follow_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell error feedback the learning rates of *optimizer*, as its groups have them at each backward pass.
+        """Use the learning rates of the groups of *optimizer* at each backward pass for error feedback.
 
-        Without that, what was not sent of a gradient counts as much in the next step as it did in its own.
+        Otherwise the residual of a gradient is added to the next one unscaled, even if the learning rate has changed.
         """
         self._followed = weakref.ref(optimizer)
         self._follow()
@@ -251,8 +250,8 @@ class DistributedDataParallel(torch.nn.Module):
     def synchronize(self) -> None:
         """Average the gradients, if that has not happened since the last forward pass.
 
-        `backward` does it wherever it comes through an output of the module. This is for ranks whose loss does not
-        depend on the module's output, for passes inside `no_sync`, and for passes that an exception has ended.
+        `backward` does so if it passes through an output of the module. Call this on ranks whose loss does not depend
+        on the module's output, after passes inside `no_sync`, and after passes that an exception has interrupted.
         """
         if self._exchange is not None and not self._exchange.synchronized:
             _forget_passes_of(self._exchange)
@@ -261,14 +260,14 @@ class DistributedDataParallel(torch.nn.Module):
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module has returned."""
+    items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
+        items = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+        items = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+        items = [getattr(value, field.name) for field in fields(value)]
+    for item in items:
+        yield from _tensors_in(item)

@@ -32,10 +32,7 @@ def flag(average: Any) -> bool:
 def averages(average: bool, op: int | None) -> bool:
     """Return whether *op* averages; without it, *average*.
 
-    Raises
-    ------
-    ConfigError
-        If *average* is no bool, *op* is no reduction, or the two contradict each other.
+    Raises `ConfigError` if *average* is no bool, *op* is no reduction, or the two contradict each other.
     """
     average = flag(average)
     if op is None:
@@ -49,16 +46,27 @@ def averages(average: bool, op: int | None) -> bool:
     return found is ReduceOp.Average
 
 
+def takes_mean(average: bool | None, op: int | None) -> bool:
+    """Return whether *average* or *op*, of which a caller gives at most one, asks for a mean (the default).
+
+    Raises ConfigError if both are given, or *op* is neither Average nor Sum.
+    """
+    if average is not None and op is not None:
+        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
+    return averages(True if average is None else average, op)
+
+
+def check_passes(passes: Any) -> None:
+    """Raise `ConfigError` unless *passes*, the number of backward passes per step, is at least 1."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes!r}")
+
+
 def checked_learning_rate(rate: float | None) -> float | None:
     """Return *rate* for the nodes' error feedback; None: the rate of the push before stays.
 
     A node scales the error that a step left by the ratio of the two rates. A rate of 0 counts as None: that step
-    changes nothing.
-
-    Raises
-    ------
-    ConfigError
-        If it is no number, infinite or negative.
+    changes nothing. Raises `ConfigError` if it is no number, infinite or negative.
     """
     if rate is None:
         return None

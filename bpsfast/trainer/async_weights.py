@@ -16,6 +16,7 @@ from ..orchestration.errors import BusyError, ClosedError, ConfigError, Mismatch
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, Worker, check, has_momentum
 from . import process
+from .broadcaster import check_root
 from .session import Session
 from .tensor_input import host_input
 from .unit import Unit
@@ -73,8 +74,8 @@ class AsyncWeights:
 
     def _declare(self) -> dict[str, StoredTensor]:
         return {name: StoredTensor(self._prefix + name, shape, dtype, self._spec, average=self._spec.backups >= 0,
-                                   priority=-place)
-                for place, (name, (shape, dtype)) in enumerate(self._kinds.items())}
+                                   priority=-position)
+                for position, (name, (shape, dtype)) in enumerate(self._kinds.items())}
 
     def _seed(self, weights: Mapping[str, Any]) -> None:
         for name, stored in self._stored.items():
@@ -190,7 +191,6 @@ def _checked(backups: int | None, worker: Worker, session: Session) -> int:
 
 
 def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of each."""
     inputs = {name: host_input(each) for name, each in weights.items()}
     return {name: (each.shape, each.dtype) for name, each in inputs.items()}
 
@@ -200,20 +200,8 @@ class StoredTensor:
 
     The constructor declares it and returns at once. The first calls are `start_seed` and `seed`, on all ranks; then a
     rank pushes and waits for the answer in turn. The owners keep it until all ranks have retired it, or the job ends.
-
-    Parameters
-    ----------
-    average
-        Divide what is pushed by the number of ranks that push together.
-    priority
-        As `push_pull`.
-
-    Raises
-    ------
-    ConfigError
-        If *spec* is not possible.
-    BusyError
-        If the name is in use.
+    *average*: divide what is pushed by the number of ranks that push together. *priority*: as `push_pull`. Raises
+    `ConfigError` if *spec* is not possible. Raises `BusyError` if the name is in use.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: Any, spec: StoreSpec, *, average: bool = False,
@@ -247,20 +235,13 @@ class StoredTensor:
         return self._found is not None and self._found.in_flight
 
     @property
-    def place(self) -> np.ndarray[Any, Any]:
-        """This rank's input memory: what is written here between `wait` and `push_place` is sent without a copy."""
+    def input(self) -> np.ndarray[Any, Any]:
+        """This rank's input memory: what is written here between `wait` and `push_input` is sent without a copy."""
         return self._unit.staging.array[: self._unit.nbytes].view(self.dtype).reshape(self.shape)
 
     def start_seed(self, weights: Any, root_rank: int) -> None:
-        """Begin to set the weights to rank *root_rank*'s; those of other ranks are ignored.
-
-        Raises
-        ------
-        ConfigError
-            If there is no rank *root_rank*.
-        """
-        if not 0 <= root_rank < self._session.size:
-            raise ConfigError(f"root_rank={root_rank}, but the job has ranks 0 to {self._session.size - 1}")
+        """Begin to set the weights to rank *root_rank*'s, ignoring others'. `ConfigError`: there is no such rank."""
+        check_root(self._session, root_rank)
         self._give(weights if self._session.rank == root_rank else None)
 
     def seed(self, momentum: Any, root_rank: int) -> np.ndarray[Any, Any]:
@@ -280,12 +261,8 @@ class StoredTensor:
     def push(self, values: Any) -> None:
         """Push *values*: anything that `push_pull` takes, of the tensor's dtype and number of elements.
 
-        Raises
-        ------
-        MismatchError
-            If it is something else; nothing was pushed.
-        BusyError
-            If the last push was not waited for.
+        Raises `MismatchError` if it is something else; nothing was pushed. Raises `BusyError` if the last push was not
+        waited for.
         """
         source = host_input(values)
         if source.nbytes != self._unit.nbytes or TABLE[source.dtype].numpy != self.dtype:
@@ -294,8 +271,8 @@ class StoredTensor:
         self._unit.push(source.address, source.nbytes)
         self._source = values
 
-    def push_place(self) -> None:
-        """Push what was written into `place`; raises `BusyError` as `push`."""
+    def push_input(self) -> None:
+        """Push what was written into `input`; raises `BusyError` as `push`."""
         self._unit.push()
 
     def push_nothing(self) -> None:
@@ -306,10 +283,7 @@ class StoredTensor:
         """Wait for the answer to the last push: the weights, a read-only array that is valid until the second next
         push.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`; the text names the worker that the answer waits for.
+        Raises `StallError` or `PeerLostError` as `push_pull`; the text names the worker that the answer waits for.
         """
         unit = self._unit
         unit.wait(unit.round, self._session.settings.timeout_s if timeout_s is None else timeout_s)
@@ -325,7 +299,7 @@ class StoredTensor:
     def retire(self) -> None:
         """Wait for the last answer and retire the tensor: other workers no longer wait for this one. Idempotent.
 
-        Its name may be declared again; arrays of `wait` and `place` must not be used any more.
+        Its name may be declared again; arrays of `wait` and `input` must not be used any more.
         """
         self._is_retired = True
         if self._found is None:
@@ -333,7 +307,4 @@ class StoredTensor:
         unit, self._found = self._found, None
         if unit.in_flight:
             unit.wait(unit.round, self._session.settings.timeout_s)
-        staging = unit.staging if unit.has_staging else None
-        self._session.retire([unit])
-        if staging is not None:
-            self._session.memory.release(staging)
+        self._session.retire([unit], releases_staging=True)

@@ -59,10 +59,7 @@ class _Header(NamedTuple):
 
 
 class Broadcaster:
-    """The broadcast channel of *session*.
-
-    Any thread, one broadcast at a time; all ranks make them in the same order.
-    """
+    """The broadcast channel of *session*. Any thread, one broadcast at a time, in the same order on all ranks."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -74,12 +71,8 @@ class Broadcaster:
     def send(self, text: str, pieces: Pieces) -> None:
         """Send the bytes of *pieces* to all other ranks, described by *text*; return when all have taken part.
 
-        Raises
-        ------
-        MismatchError
-            If another rank sends too.
-        StallError, PeerLostError
-            If a rank does not take part.
+        Raises `MismatchError` if another rank sends too. Raises `StallError` or `PeerLostError` if a rank does not take
+        part.
         """
         nbytes = sum(n for _, n in pieces)
         with self._lock, self._turn() as unit:
@@ -97,10 +90,8 @@ class Broadcaster:
     def receive(self, root: int, text: str, accept: Callable[[int], Pieces]) -> None:
         """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (drop it if there are none).
 
-        Raises
-        ------
-        MismatchError
-            If what is sent is not *text* from *root*; the channel stays usable if exactly one rank sent.
+        Raises `MismatchError` if what is sent is not *text* from *root*; the channel stays usable if exactly one rank
+        sent.
         """
         with self._lock, self._turn() as unit:
             first = self._chunk
@@ -115,10 +106,8 @@ class Broadcaster:
             for chunk in range(first, end):
                 self._wait(unit, chunk)
                 skip = HEADER_NBYTES if chunk == first else 0
-                slot, round = chunk % unit.n_parts, _round(unit, chunk)
                 for address, n, offset in stream.take(unit.stride - skip):
-                    source = unit.result_address(round, slot * unit.stride) + skip + offset
-                    self._copy(unit, address, source, n, slot, round)
+                    self._copy(unit, chunk, skip + offset, address, n)
                 if chunk + unit.n_parts < end:
                     self._take_part(unit, chunk + unit.n_parts)
             self._chunk = end
@@ -142,37 +131,35 @@ class Broadcaster:
                 f"({type(exc).__name__}: {exc}), so the ranks are out of step")
             raise
 
-    def _copy(self, unit: Unit, address: int, source: int, nbytes: int, slot: int, round: int) -> None:
-        """Copy from the complete result of *slot*; inside the port: a shutdown in another thread waits."""
-        self._session.port.deliver(unit, address, source, nbytes, unit.first_part + slot, round,
-                                   self._session.settings.timeout_s)
+    def _copy(self, unit: Unit, chunk: int, offset: int, address: int, nbytes: int) -> None:
+        """Copy bytes of the complete *chunk* to *address*; inside the port: a shutdown in another thread waits."""
+        part, round = _at(unit, chunk)
+        source = unit.result_address(round, (part - unit.first_part) * unit.stride) + offset
+        self._session.port.deliver(unit, address, source, nbytes, part, round, self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
-        """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce
-        it.
-        """
-        slot, round = self._chunk % unit.n_parts, _round(unit, self._chunk)
+        """Write and announce the next chunk of *stream*, once the last round of its partition is complete."""
+        part, round = _at(unit, self._chunk)
         if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)
-        staging = unit.staging
-        offset = slot * unit.stride
+        staging = unit.staging.part((part - unit.first_part) * unit.stride, unit.stride)
         for address, n, at in stream.take(unit.stride):
-            copy(staging.address + offset + at, address, n)
-        self._session.port.submit(unit.first_part + slot, 1, round, staging.segment, staging.offset + offset)
+            copy(staging.address + at, address, n)
+        self._session.port.submit(part, 1, round, staging.segment, staging.offset)
         self._chunk += 1
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
-        self._session.port.submit_empty(unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk))
+        part, round = _at(unit, chunk)
+        self._session.port.submit(part, 1, round, 0, 0, True)  # empty
 
     def _wait(self, unit: Unit, chunk: int) -> None:
-        self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk),
-                                self._session.settings.timeout_s)
+        part, round = _at(unit, chunk)
+        self._session.port.wait(unit, part, 1, round, self._session.settings.timeout_s)
 
     def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
         """Return the header of the complete *chunk*; raise if not exactly one rank sent it as this broadcast."""
-        slot, round = chunk % unit.n_parts, _round(unit, chunk)
         raw = np.empty(HEADER_NBYTES, np.uint8)
-        self._copy(unit, raw.ctypes.data, unit.result_address(round, slot * unit.stride), HEADER_NBYTES, slot, round)
+        self._copy(unit, chunk, 0, raw.ctypes.data, HEADER_NBYTES)
         header = _unpack(raw.tobytes())
         if header is not None and header.n_roots == 1 and header.sequence == self._sequence:
             return header
@@ -218,9 +205,10 @@ class _Cursor:
             offset += n
 
 
-def _round(unit: Unit, chunk: int) -> int:
-    """Return the round of its partition in which *chunk* travels."""
-    return round_after(unit.first_round, chunk // unit.n_parts)
+def _at(unit: Unit, chunk: int) -> tuple[int, int]:
+    """Return the partition of the job, and its round, in which *chunk* is sent."""
+    n_rounds, number = divmod(chunk, unit.n_parts)
+    return unit.first_part + number, round_after(unit.first_round, n_rounds)
 
 
 def _digest(text: str) -> bytes:
@@ -273,9 +261,9 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     """
     session = process.current()
     check_root(session, root_rank)
-    memory = session.devices.placed(tensor_input(x))
+    memory = session.devices.located(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
-    if memory.place is not None:
+    if memory.location is not None:
         return broadcast_on_device(session, session.extension(Broadcaster), x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:

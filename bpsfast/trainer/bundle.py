@@ -29,7 +29,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class _Member(NamedTuple):
     """One tensor: its number in the bundle, and where it lies in its unit."""
 
-    place: int
+    number: int
     offset: int
     nbytes: int
 
@@ -68,17 +68,15 @@ class Bundle:
         self.session = session
         sizes = [prod(spec.shape) * TABLE[spec.dtype].itemsize for spec in specs]
         #: Tensors without bytes are neither declared nor sent.
-        self._specs = [(place, spec, nbytes) for place, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
+        self._specs = [(number, spec, nbytes) for number, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
         self._units: dict[Unit, list[_Member]] = {}
         self._lock = threading.Lock()
 
     def run(self, sources: Sequence[int], targets: Sequence[int], learning_rate: float | None = None) -> None:
         """Sum what lies at the addresses *sources* into *targets*. *learning_rate*: see `bpsfast.push_pull`.
 
-        Raises
-        ------
-        MismatchError, BusyError, ClosedError, StallError, PeerLostError
-            As `bpsfast.push_pull`; *targets* are then partly written.
+        Raises `MismatchError`, `BusyError`, `ClosedError`, `StallError` or `PeerLostError` as `bpsfast.push_pull`;
+        *targets* are then partly written.
         """
         timeout_s = self.session.settings.timeout_s
         with self._lock:
@@ -102,9 +100,9 @@ class Bundle:
         tensors = self.session.tensors
         tensors.declare([spec for _, spec, _ in self._specs])
         found: dict[Unit, list[_Member]] = {}
-        for place, spec, nbytes in self._specs:
+        for number, spec, nbytes in self._specs:
             unit = tensors.unit(spec.name)
-            found.setdefault(unit, []).append(_Member(place, unit.members[spec.name].offset, nbytes))
+            found.setdefault(unit, []).append(_Member(number, unit.members[spec.name].offset, nbytes))
         self._units = found
         return found
 
@@ -112,10 +110,10 @@ class Bundle:
 def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int:
     """Push the tensors of *unit*, copied together if there are several; return the round."""
     if len(members) == 1:
-        return unit.push(sources[members[0].place], members[0].nbytes)
+        return unit.push(sources[members[0].number], members[0].nbytes)
     base = unit.staging.address
-    for place, offset, nbytes in members:
-        copy(base + offset, sources[place], nbytes)
+    for number, offset, nbytes in members:
+        copy(base + offset, sources[number], nbytes)
     return unit.push()
 
 
@@ -123,13 +121,13 @@ def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequen
     """Copy the sums to *targets*; a single tensor partition by partition, as they complete."""
     left_s = max(0.0, deadline - time.monotonic())
     if len(members) == 1:
-        _ask_for_huge_pages(targets[members[0].place], members[0].nbytes)
-        unit.deliver(round, targets[members[0].place], 0, members[0].nbytes, left_s)
+        _ask_for_huge_pages(targets[members[0].number], members[0].nbytes)
+        unit.deliver(round, targets[members[0].number], 0, members[0].nbytes, left_s)
     unit.wait(round, left_s)
     if len(members) > 1:
         base = unit.view(round).ctypes.data
-        for place, offset, nbytes in members:
-            copy(targets[place], base + offset, nbytes)
+        for number, offset, nbytes in members:
+            copy(targets[number], base + offset, nbytes)
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:

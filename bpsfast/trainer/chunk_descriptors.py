@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..orchestration.messages import MemberPlan
 from .input_memory import Region
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
@@ -22,24 +23,25 @@ CHUNK_DTYPE = np.dtype([
     ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
 
 assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
+#: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
+_AT_ONCE = 4, 8
 
 
 class PartitionedUnit(Protocol):
-    """What chunks are made from: a `Unit`."""
+    """What chunk descriptors and waits need of a `Unit`, whose module imports theirs."""
 
+    name: str
+    members: dict[str, MemberPlan]
     nbytes: int
     stride: int
     n_parts: int
     first_part: int
 
-    def result_address(self, round: int, offset: int) -> int:
-        """Return where byte *offset* of the result of *round* lies in this process."""
+    def result_address(self, round: int, offset: int) -> int: ...
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
-    """Return a descriptor for each partition of *unit*, whose inputs lie in *region* at *places*: no source, no size
-    yet.
-    """
+    """Return a descriptor for each partition of *unit*, with inputs at *places* in *region*, no source and no size."""
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
     chunks["offset"] = places + np.uint64(region.offset)
@@ -57,27 +59,24 @@ def results(unit: PartitionedUnit) -> Offsets:
     """Return where the result of each partition lies in this process, of shape (2, partitions): even and odd rounds."""
     return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)
 
-#: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
-_SLOTS = 4, 8
 
-
-def n_slots(local_size: int) -> int:
+def n_at_once(local_size: int) -> int:
     """Return how many partitions are under way at once where *local_size* ranks share a machine."""
-    return min(max(_SLOTS[0], local_size), _SLOTS[1])
+    return min(max(_AT_ONCE[0], local_size), _AT_ONCE[1])
 
 
 def is_worth(n_parts: int, local_size: int) -> bool:
     """Return whether a sliding window pays for *n_parts* partitions: with fewer, most are under way at once."""
-    return n_parts >= 2 * n_slots(local_size)
+    return n_parts >= 2 * n_at_once(local_size)
 
 
 class SlidingWindow:
-    """The partitions of *unit* take turns in *region*, which has room for *slots* of them. One thread at a time."""
+    """The partitions of *unit* take turns in *region*, which has room for *at_once* of them. One thread at a time."""
 
-    def __init__(self, unit: PartitionedUnit, region: Region, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, unit: PartitionedUnit, region: Region, at_once: int) -> None:
+        self.at_once = at_once
         self._at = offsets(unit)
-        self._chunks = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))
+        self._chunks = chunk_table(unit, region, self._at % np.uint64(at_once * unit.stride))
         self._chunks["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
         self._results = results(unit)
 

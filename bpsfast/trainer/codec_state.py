@@ -19,19 +19,14 @@ class States:
     machine saves one, and a job with other machines cannot load it.
     """
 
-    def __init__(self, questions: NodeRequests, memory: InputMemory) -> None:
-        self._questions = questions
+    def __init__(self, requests: NodeRequests, memory: InputMemory) -> None:
+        self._requests = requests
         self._memory = memory
 
     def save(self, unit: Unit) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the state of *unit* as bytes, empty in a job of one machine; its last round must have been waited for.
 
-        Raises
-        ------
-        UnsupportedError
-            If the unit is not compressed.
-        BusyError
-            If a round of it is under way.
+        Raises `UnsupportedError` if the unit is not compressed. Raises `BusyError` if a round of it is under way.
         """
         nbytes = self._ask(unit, "size").nbytes
         if nbytes == 0:
@@ -46,10 +41,8 @@ class States:
     def load(self, unit: Unit, state: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Continue from *state*, which `save` returned on this node of such a job.
 
-        All ranks of the node may load the same, before any of them pushes again. Raises as `save`, and
-
-        MismatchError
-            If it is of another node, partitioning or codec; then nothing has changed.
+        All ranks of the node may load the same, before any of them pushes again. Raises as `save`, and `MismatchError`
+        if it is of another node, partitioning or codec; then nothing has changed.
         """
         region = self._memory.allocate(max(1, state.nbytes))
         try:
@@ -64,12 +57,11 @@ class States:
         if unit.in_flight:
             raise BusyError(f"the state of {unit.name!r} was requested while its round {unit.round} is under way: wait "
                             "for it first")
-        done = self._questions.ask(
-            lambda request: StateAsk(
+        done = self._requests.ask(
+            StateDone, lambda request: StateAsk(
                 request=request, unit=unit.number, action=action, segment=region.segment if region else 0,
                 offset=region.offset if region else 0, nbytes=region.array.nbytes if region else 0),
             f"the node did not {action} the state of {unit.name!r}")
-        assert isinstance(done, StateDone)
         if done.error:
             raise error_of(done.error, f"{unit.name!r}: {done.reason}")
         return done

@@ -20,13 +20,12 @@ from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 
 
 class ExitWatch:
-    """Calls *shutdown* at exit and notes the exception that ends the program; `close` also closes *started*.
-
-    *brief*: see `shorten_tracebacks`.
+    """Calls *shutdown* at exit and notes the exception that ends the program; `close` also closes *started*, the
+    daemons of this process. *brief*: as after `shorten_tracebacks`.
     """
 
     def __init__(self, shutdown: Callable[[], None], started: Daemons, brief: bool = False) -> None:
-        self.failure: str | None = None
+        self.failure: str | None = None  # the exception that ends the program
         self.daemons = started
         self.brief = brief
         self._shutdown = shutdown
@@ -39,9 +38,9 @@ class ExitWatch:
         return self.daemons.node is not None or self.daemons.scheduler is not None
 
     def close(self, detaches: bool = False) -> None:
-        """Undo what the constructor did. If someone chained a hook onto ours, that chain stays whole.
+        """Undo what the constructor did. If another hook was chained onto ours, that chain stays whole.
 
-        *lingers*: do not wait for the daemons here; they end with their job, which others may not have left yet, and
+        *detaches*: do not wait for the daemons here. They end with their job, which other ranks may not have left yet;
         the end of the program waits for that.
         """
         _hook.forget(self)
@@ -62,9 +61,7 @@ def shorten_tracebacks() -> None:
 
 
 class _Hook:
-    """The one ``sys.excepthook`` of all exit watches; installed while there are some, or for good by
-    `shorten_tracebacks`.
-    """
+    """The ``sys.excepthook`` of all exit watches, while there are some, or for good after `shorten_tracebacks`."""
 
     def __init__(self) -> None:
         self._is_brief = False
@@ -72,12 +69,10 @@ class _Hook:
         self._ours: Callable[..., None] | None = None
 
     def watch(self, watch: ExitWatch) -> None:
-        """Note in *watch* the exception that ends the program."""
         self._install()
         self._watches.append(watch)
 
     def shorten_tracebacks(self) -> None:
-        """See the function."""
         self._install()
         self._is_brief = True
 
@@ -86,7 +81,7 @@ class _Hook:
         if watch in self._watches:
             self._watches.remove(watch)
         if not self._watches and not self._is_brief and self._ours is not None and sys.excepthook is self._ours:
-            self._remove()
+            sys.excepthook, self._ours = self._previous, None
 
     def _install(self) -> None:
         if self._watches or self._is_brief:
@@ -109,9 +104,6 @@ class _Hook:
 
         self._ours, self._previous = note, previous
         sys.excepthook = note
-
-    def _remove(self) -> None:
-        sys.excepthook, self._ours = self._previous, None
 
 
 _hook = _Hook()

@@ -1,6 +1,6 @@
 """The layout of a model's gradients: the units they travel in, and the memory of their input.
 
-Each gradient is a `Slot`.
+Each gradient is a `Gradient`.
 
 A job that tunes itself declares the same tensors several times, with other partitions and fusion; one layout is pushed
 in a step. Inputs stay where the first layout has them: a tensor that is fused with others than there is copied beside
@@ -34,50 +34,44 @@ class LayoutSizes(NamedTuple):
     n_streams: int = 0
 
 
-class Home(NamedTuple):
-    """Where a tensor's input lies for good: at `offset` of `block`, input memory of one unit of the first layout."""
-
-    block: Region
-    offset: int
-
-
-class UnitSlots:
+class UnitGradients:
     """The gradients of one unit, and how many of them are not ready in this step."""
 
-    __slots__ = ("n_left", "slots", "unit")
+    __slots__ = ("gradients", "n_left", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.slots: list[Slot] = []
+        self.gradients: list[Gradient] = []
         self.n_left = len(unit.members)
 
 
-class Slot:
+class Gradient:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
-    `address` is where its unit wants the input. `home` is where the trainer writes it, and `array` that memory with the
-    gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only results
-    of even and odd rounds.
+    `address` is where its unit wants the input: at `offset` of `block`, the unit's input memory. `region` is where the
+    trainer writes it, and `array` that memory with the gradient's dtype and shape: both are those of *first*, the same
+    gradient in the first layout. `views` are read-only results of even and odd rounds.
     """
 
-    __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
-                 "unit", "views", "wire_name")
+    __slots__ = ("address", "array", "block", "group", "is_alone", "is_ready", "name", "nbytes", "offset", "region",
+                 "shape", "unit", "views", "wire_name")
 
-    def __init__(self, name: str, wire_name: str, group: UnitSlots, first: Slot | None) -> None:
+    def __init__(self, name: str, wire_name: str, group: UnitGradients, first: Gradient | None) -> None:
         unit = group.unit
         member = unit.members[wire_name]
-        place = unit.staging.part(member.offset, member.nbytes)
+        self.block = unit.staging
+        region = self.block.part(member.offset, member.nbytes)
         self.name, self.wire_name = name, wire_name
         self.group, self.unit = group, unit
         self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
-        self.address = place.address
-        self.home = place if first is None else first.home
-        self.array: np.ndarray[Any, Any] = (place.array.view(unit.dtype).reshape(member.shape) if first is None
+        self.address = region.address
+        self.region: Region = region if first is None else first.region
+        self.array: np.ndarray[Any, Any] = (region.array.view(unit.dtype).reshape(member.shape) if first is None
                                             else first.array)
         self.views: list[np.ndarray[Any, Any] | None] = [None, None]
         self.is_alone = len(unit.members) == 1
         self.is_ready = False
-        group.slots.append(self)
+        group.gradients.append(self)
 
     def view(self, round: int) -> np.ndarray[Any, Any]:
         """Return the result of *round*, which is complete: the same memory every other round."""
@@ -91,15 +85,14 @@ class Slot:
 class GradientLayout:
     """Layout *number* of *specs* (by the trainer's names), declared with *sizes*; 0 is the first. Returns at once.
 
-    *device*: on which all tensors lie, if on one. Not thread-safe until it is laid out; after that only slots change.
+    *device*: on which all tensors lie, if on one. Not thread-safe until it is laid out; then only its gradients change.
     """
 
     def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, sizes: LayoutSizes,
                  device: str | None = None) -> None:
         self.sizes, self.device = sizes, device
-        self.slots: dict[str, Slot] = {}  # in the order of urgency
-        self.groups: list[UnitSlots] = []  # the most urgent first
-        self.homes: dict[str, Home] = {}  # where its inputs lie: what later layouts are laid out to
+        self.gradients: dict[str, Gradient] = {}  # by priority, the highest first
+        self.groups: list[UnitGradients] = []  # the most urgent first
         self._session = session
         self._own: list[Region] = []  # input memory that belongs to this layout
         ending = f"~{number}" if number else ""
@@ -122,45 +115,38 @@ class GradientLayout:
             return [group.unit for group in self.groups]
         return list(dict.fromkeys(self._session.tensors.unit(wire) for wire in self.wires.values()))
 
-    def lay_out(self, by_urgency: Sequence[str], first: GradientLayout | None = None) -> None:
+    def lay_out(self, by_priority: Sequence[str], first: GradientLayout | None = None) -> None:
         """Wait for the commit and find input memory for every unit, where *first* has it as far as that is possible.
 
-        *first*: the first layout; None: this one.
-
-        Raises
-        ------
-        CapacityError
-            If there is none; nothing was kept.
+        *first*: the first layout; None: this one. Raises `CapacityError` if there is none; nothing was kept.
         """
-        units = {name: self._session.tensors.unit(self.wires[name]) for name in by_urgency}
+        units = {name: self._session.tensors.unit(self.wires[name]) for name in by_priority}
         own_of = {wire: name for name, wire in self.wires.items()}
-        homes = {} if first is None else first.homes
-        homeless = []
+        lacking = []
         for unit in dict.fromkeys(units.values()):
-            block = _block(unit, [homes.get(own_of[wire]) for wire in unit.members])
+            block = None if first is None else _block(unit, [first.gradients[own_of[wire]] for wire in unit.members])
             if block is not None:
                 unit.use_staging(block)
             elif not unit.has_staging:
-                homeless.append(unit)
-        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in homeless]
-        if homeless:  # one request for all: one segment
+                lacking.append(unit)
+        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in lacking]
+        if lacking:  # one request for all: one segment
             memory, offset = self._session.memory.allocate(sum(rounded)), 0
             self._own.append(memory)
-            for unit, nbytes in zip(homeless, rounded):
+            for unit, nbytes in zip(lacking, rounded):
                 unit.use_staging(memory.part(offset, nbytes))
                 offset += nbytes
-        groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
-        slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name])
-                 for name, unit in units.items()}
-        self.homes = {name: Home(slot.unit.staging, slot.offset) for name, slot in slots.items()}
-        self.groups, self.slots = list(groups.values()), slots
+        groups = {unit: UnitGradients(unit) for unit in dict.fromkeys(units.values())}
+        self.gradients = {name: Gradient(name, self.wires[name], groups[unit], None if first is None
+                                         else first.gradients[name]) for name, unit in units.items()}
+        self.groups = list(groups.values())
 
     def begin_step(self) -> None:
         """Let no gradient be ready."""
         for group in self.groups:
             group.n_left = len(group.unit.members)
-        for slot in self.slots.values():
-            slot.is_ready = False
+        for gradient in self.gradients.values():
+            gradient.is_ready = False
 
     def abandon(self) -> None:
         """Retire those units of the layout that were committed, because this rank cannot have all of them."""
@@ -176,10 +162,7 @@ class GradientLayout:
     def retire(self, timeout_s: float, keeps_input: bool) -> None:
         """Retire its units, once their last rounds are complete; and, unless *keeps_input*, release its input memory.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`, if a round that was not waited for does not complete.
+        Raises `StallError` or `PeerLostError` as `push_pull`, if a round that was not waited for does not complete.
         """
         units = self.units
         users = self._session.extension(users_of_names)
@@ -193,7 +176,6 @@ class GradientLayout:
             self.release_input()
 
     def release_input(self) -> None:
-        """Release the input memory that belongs to this layout."""
         own, self._own = self._own, []
         for memory in own:
             self._session.memory.release(memory)
@@ -204,16 +186,14 @@ def users_of_names(session: Session) -> Counter[str]:
     return Counter()
 
 
-def _block(unit: Unit, homes: Sequence[Home | None]) -> Region | None:
-    """Return the memory of *homes*, those of *unit*'s members in its order, if they lie there as in the unit."""
+def _block(unit: Unit, gradients: Sequence[Gradient]) -> Region | None:
+    """Return the memory of *gradients* (*unit*'s members in the first layout) if they lie there as in the unit."""
     members = list(unit.members.values())
-    first = homes[0]
-    if first is None:
-        return None
+    first = gradients[0]
     begin = first.offset - members[0].offset
-    for member, home in zip(members, homes):
-        if home is None or home.block is not first.block or home.offset - begin != member.offset:
-            return None
+    if any(gradient.block is not first.block or gradient.offset - begin != member.offset
+           for member, gradient in zip(members, gradients)):
+        return None
     if begin < 0 or begin + unit.nbytes > first.block.array.nbytes:
         return None
     return first.block if begin == 0 else first.block.part(begin, unit.nbytes)

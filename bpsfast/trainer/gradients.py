@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..pyx.port import copy
 from . import process
 from .arguments import checked_learning_rate
 from .gpu.device_path import DevicePath
-from .gradient_layout import GradientLayout, LayoutSizes, Slot, users_of_names
+from .gradient_layout import Gradient, GradientLayout, LayoutSizes, users_of_names
 from .input_memory import Region
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
@@ -83,14 +84,17 @@ class Gradients:
         Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.gpu.host`).
         Then `ready` reads a gradient after the work that its owner's stream has by then. The sum replaces the gradient,
         and work that is enqueued after `wait` sees it. The host never waits for the stream.
-    on the device
-        The device on which all gradients lie that `fill_from` will get.
+    on_device
+        The device on which all gradients lie that `fill_from` will get. Its earlier name *afar* is deprecated.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
                  compression: Choice | None = None, tuned: TuningPoint | None = None, device: str | None = None,
-                 on_device: str | None = None) -> None:
+                 on_device: str | None = None, afar: str | None = None) -> None:
+        if afar is not None:
+            warnings.warn("Gradients(afar=...) is called on_device now", DeprecationWarning, stacklevel=2)
+            on_device = afar
         self._session = session = process.current()
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, session.settings.min_compress_bytes)
@@ -103,8 +107,8 @@ class Gradients:
         title = f"{names[0]} to {names[-1]}, {len(names)} tensors" if names else ""
         if order is not None and (len(order) != len(tensors) or set(order) != set(tensors)):
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
-        self._by_urgency = list(tensors if order is None else order)
-        priority = {name: -place for place, name in enumerate(self._by_urgency)}
+        self._by_priority = list(tensors if order is None else order)
+        priority = {name: -position for position, name in enumerate(self._by_priority)}
         tunes = session.settings.autotune and session.size > 1 and bool(names) and not self.codecs
         group = title if group_small and names else None
         specs = {
@@ -120,10 +124,12 @@ class Gradients:
         self._first = self._last = self._layout  # the last step's
         self._tuner: Tuner | None = None
         self._tuned = tuned  # by an earlier job, or by a tuner that is done
-        if tunes and session.extension(TunedModels).begin():  # only the first model: tuners would measure each other
-            self._tuner = Tuner(session, title, specs, self._layout, self._by_urgency, tuned)
+        tuned_models = session.extension(_tuned_models)
+        if tunes and not tuned_models:  # only the first model: tuners would measure each other
+            tuned_models.append(title)
+            self._tuner = Tuner(session, title, specs, self._layout, self._by_priority, tuned)
         self._lock = threading.Lock()
-        self._slots: dict[str, Slot] = {}  # of the layout in use, once it is laid out
+        self._gradients: dict[str, Gradient] = {}  # of the layout in use, once it is laid out
         self._n_ready = 0
         self._rates: dict[str, float] = {}
 
@@ -137,17 +143,17 @@ class Gradients:
         """Return the array of *name*, a NumPy or a device array: write the gradient here, between the end of a step and
         `ready`.
         """
-        slot = self._slots.get(name) or self._lay_out(name)
-        return self._on_device[name] if self._on_device else slot.array
+        gradient = self._gradients.get(name) or self._lay_out(name)
+        return self._on_device[name] if self._on_device else gradient.array
 
     def region(self, name: str) -> Region:
         """Return the memory of *name*."""
-        return (self._slots.get(name) or self._lay_out(name)).home
+        return (self._gradients.get(name) or self._lay_out(name)).region
 
     def codec(self, name: str) -> CodecSpec | None:
         """Return how *name* is compressed between the nodes of this job; None: it is summed exactly."""
-        slot = self._slots.get(name) or self._lay_out(name)
-        return slot.unit.codec if self._session.n_nodes > 1 else None
+        gradient = self._gradients.get(name) or self._lay_out(name)
+        return gradient.unit.codec if self._session.n_nodes > 1 else None
 
     # -- pushing ---------------------------------------------------------------------------------------------------
 
@@ -161,37 +167,37 @@ class Gradients:
         MismatchError
             If there is no such name.
         """
-        slot = self._slots.get(name) or self._lay_out(name)
+        gradient = self._gradients.get(name) or self._lay_out(name)
         if self._on_device:
             memory = tensor_input(self._on_device[name])
             self.fill_from(name, memory, memory)
         else:
-            self._push(slot, slot.home.address)
+            self._push(gradient, gradient.region.address)
 
     def fill(self, name: str, address: int, nbytes: int) -> None:
         """Copy the gradient of *name* from *address*, unless it lies in its place, then as `ready`."""
-        slot = self._slots.get(name) or self._lay_out(name)
-        if nbytes != slot.nbytes:
-            raise MismatchError(f"gradient {name!r} has {slot.nbytes} bytes, {nbytes} came")
-        self._push(slot, address)
+        gradient = self._gradients.get(name) or self._lay_out(name)
+        if nbytes != gradient.nbytes:
+            raise MismatchError(f"gradient {name!r} has {gradient.nbytes} bytes, {nbytes} came")
+        self._push(gradient, address)
 
-    def _push(self, slot: Slot, address: int) -> None:
+    def _push(self, gradient: Gradient, address: int) -> None:
         """Take the gradient at *address*, and push its unit if that is whole now."""
-        unit = slot.unit
-        if self._rates and slot.name in self._rates:
-            unit.learning_rate = self._rates[slot.name]
-        if address != slot.address and not slot.is_alone:
-            if slot.is_ready:
-                raise _twice(slot)
-            copy(slot.address, address, slot.nbytes)
+        unit = gradient.unit
+        if self._rates and gradient.name in self._rates:
+            unit.learning_rate = self._rates[gradient.name]
+        if address != gradient.address and not gradient.is_alone:
+            if gradient.is_ready:
+                raise _twice(gradient)
+            copy(gradient.address, address, gradient.nbytes)
         with self._lock:
-            if slot.is_ready:
-                raise _twice(slot)
-            slot.is_ready = True
+            if gradient.is_ready:
+                raise _twice(gradient)
+            gradient.is_ready = True
             self._n_ready += 1
-            slot.group.n_left -= 1
-            is_whole = slot.group.n_left == 0
-        if slot.is_alone:
+            gradient.group.n_left -= 1
+            is_whole = gradient.group.n_left == 0
+        if gradient.is_alone:
             unit.push(address)  # each partition is announced as soon as it is copied
         elif is_whole:
             self._path.push(unit)
@@ -207,24 +213,24 @@ class Gradients:
         DeviceError
             If the device cannot be used; errors of enqueued work are raised by calls that wait for the sum.
         """
-        slot = self._slots.get(name) or self._lay_out(name)
-        unit = slot.unit
+        gradient = self._gradients.get(name) or self._lay_out(name)
+        unit = gradient.unit
         for memory in (source, target):
-            if memory is not None and memory.nbytes != slot.nbytes:
-                raise MismatchError(f"gradient {name!r} has {slot.nbytes} bytes, {memory.nbytes} came")
+            if memory is not None and memory.nbytes != gradient.nbytes:
+                raise MismatchError(f"gradient {name!r} has {gradient.nbytes} bytes, {memory.nbytes} came")
         if name in self._rates:
             unit.learning_rate = self._rates[name]
         with self._lock:
             if not isinstance(self._path, DevicePath):  # of a model whose other tensors lie in host memory
                 self._path = DevicePath(self._session)
             path = self._path
-            if slot.is_ready:
-                raise _twice(slot)
-            path.add(unit, slot.offset, source, target)
-            slot.is_ready = True
+            if gradient.is_ready:
+                raise _twice(gradient)
+            path.add(unit, gradient.offset, source, target)
+            gradient.is_ready = True
             self._n_ready += 1
-            slot.group.n_left -= 1
-            is_whole = slot.group.n_left == 0
+            gradient.group.n_left -= 1
+            is_whole = gradient.group.n_left == 0
         if is_whole:
             path.push(unit)
 
@@ -255,23 +261,23 @@ class Gradients:
         """Let every gradient that is not ready contribute zeros; return their names."""
         missing = self.missing()
         for name in missing:
-            slot = self._slots.get(name) or self._lay_out(name)
-            unit = slot.unit
+            gradient = self._gradients.get(name) or self._lay_out(name)
+            unit = gradient.unit
             if unit.islands or unit.on_device:  # devices hand the sum on, or a card takes it from there
                 assert self._device is not None, "only devices are in islands"
-                zeros = tensor_input(arrays.zeros(slot.shape, unit.dtype_name, self._device))
+                zeros = tensor_input(arrays.zeros(gradient.shape, unit.dtype_name, self._device))
                 self.fill_from(name, zeros, tensor_input(self._on_device[name]) if self._on_device else zeros)
             else:
-                slot.home.array.fill(0)
-                self._push(slot, slot.home.address)
+                gradient.region.array.fill(0)
+                self._push(gradient, gradient.region.address)
         return missing
 
     def missing(self) -> list[str]:
         """Return the names that are not ready in this step."""
         if self._n_ready == len(self._names):
             return []
-        slots = self._slots
-        return [name for name in self._names if not slots or not slots[name].is_ready]
+        gradients = self._gradients
+        return [name for name in self._names if not gradients or not gradients[name].is_ready]
 
     @property
     def busy(self) -> bool:
@@ -296,30 +302,30 @@ class Gradients:
         if self._on_device:
             self.deliver_to(name, tensor_input(self._on_device[name]), timeout_s)
             return self._on_device[name]
-        slot, round = self._awaited(name)
-        self._path.wait(slot.unit, round, self._deadline(timeout_s))
-        return slot.view(round)
+        gradient, round = self._awaited(name)
+        self._path.wait(gradient.unit, round, self._deadline(timeout_s))
+        return gradient.view(round)
 
     def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
         """Wait for the sum (mean) of *name* and copy it to *address*; raises as `wait`."""
-        slot, round = self._awaited(name, nbytes)
+        gradient, round = self._awaited(name, nbytes)
         deadline = self._deadline(timeout_s)
-        self._path.wait_departed(slot.unit, round, deadline)
-        slot.unit.deliver(round, address, slot.offset, nbytes, max(0.0, deadline - time.monotonic()))
+        self._path.wait_departed(gradient.unit, round, deadline)
+        gradient.unit.deliver(round, address, gradient.offset, nbytes, max(0.0, deadline - time.monotonic()))
 
     def deliver_to(self, name: str, target: TensorInput, timeout_s: float | None = None) -> None:
         """Wait for the sum (mean) of *name*; work that the owner of *target* enqueues from now on finds it in *target*.
 
         Raises as `wait`, and `DeviceError`.
         """
-        slot, round = self._awaited(name, target.nbytes)
+        gradient, round = self._awaited(name, target.nbytes)
         path = self._path if isinstance(self._path, DevicePath) else DevicePath(self._session)
-        path.deliver(slot.unit, round, slot.offset, target, self._deadline(timeout_s))
+        path.deliver(gradient.unit, round, gradient.offset, target, self._deadline(timeout_s))
 
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name* and of those fused with it, without reading it; raises as `wait`."""
-        slot, round = self._awaited(name)
-        self._path.finish(slot.unit, round, self._deadline(timeout_s))
+        gradient, round = self._awaited(name)
+        self._path.finish(gradient.unit, round, self._deadline(timeout_s))
 
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
@@ -361,26 +367,26 @@ class Gradients:
             self._last, self._layout = self._layout, chosen
             for layout in {self._last, chosen}:
                 layout.begin_step()
-            self._slots, self._n_ready = chosen.slots, 0
+            self._gradients, self._n_ready = chosen.gradients, 0
 
-    def _awaited(self, name: str, nbytes: int | None = None) -> tuple[Slot, int]:
-        """Return the slot of *name*, and the round whose result is meant; *nbytes*: how many bytes are wanted."""
-        slot = self._slots.get(name) or self._lay_out(name)
+    def _awaited(self, name: str, nbytes: int | None = None) -> tuple[Gradient, int]:
+        """Return the gradient of *name*, and the round whose result is meant; *nbytes*: how many bytes are wanted."""
+        gradient = self._gradients.get(name) or self._lay_out(name)
         with self._lock:  # another thread may call `step`
-            if not slot.is_ready:
-                slot = self._last.slots[name]
-            elif slot.group.n_left:
-                absent = ", ".join(each.name for each in slot.group.slots if not each.is_ready)
+            if not gradient.is_ready:
+                gradient = self._last.gradients[name]
+            elif gradient.group.n_left:
+                absent = ", ".join(each.name for each in gradient.group.gradients if not each.is_ready)
                 raise MismatchError(f"gradient {name!r} travels together with {absent}, which are not ready yet")
-            unit = slot.unit
+            unit = gradient.unit
             round = unit.round
         if not unit.has_begun:
             raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")
-        if nbytes is not None and nbytes != slot.nbytes:
-            raise MismatchError(f"gradient {name!r} has {slot.nbytes} bytes, {nbytes} are wanted")
-        return slot, round
+        if nbytes is not None and nbytes != gradient.nbytes:
+            raise MismatchError(f"gradient {name!r} has {gradient.nbytes} bytes, {nbytes} are wanted")
+        return gradient, round
 
-    # -- what is kept of it, and its end ---------------------------------------------------------------------------
+    # -- state, and retiring ---------------------------------------------------------------------------------------
 
     @property
     def tuned(self) -> TuningPoint | None:
@@ -411,7 +417,7 @@ class Gradients:
             self._session.states.load(units[name], state)
 
     def _coded_units(self) -> dict[str, Unit]:
-        units = {name: (self._slots.get(name) or self._lay_out(name)).unit for name in self.codecs}
+        units = {name: (self._gradients.get(name) or self._lay_out(name)).unit for name in self.codecs}
         return {name: unit for name, unit in units.items() if unit.codec is not None}
 
     def retire(self) -> bool:
@@ -428,7 +434,7 @@ class Gradients:
         units = layout.units
         if any(unit.in_flight and not unit.done(unit.round) for unit in units):
             return False
-        if self._slots:
+        if self._gradients:
             for unit in units:
                 if unit.in_flight:
                     self._path.finish(unit, unit.round, self._deadline(None))
@@ -437,8 +443,6 @@ class Gradients:
             self._first.release_input()
         return True
 
-    # -- innards ---------------------------------------------------------------------------------------------------
-
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._session.settings.timeout_s if timeout_s is None else timeout_s)
 
@@ -446,28 +450,21 @@ class Gradients:
         if name not in self._names:
             raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
 
-    def _lay_out(self, name: str) -> Slot:
-        """Check the name, wait for the units, and lay the arrays out in their memory, once; return the slot of *name*.
-        """
+    def _lay_out(self, name: str) -> Gradient:
+        """Return the gradient of *name*, checked; wait for the units and lay the arrays out in their memory, once."""
         self._require(name)
         with self._lock:
-            if not self._slots:
-                self._layout.lay_out(self._by_urgency)
-                self._slots = self._layout.slots
-            return self._slots[name]
+            if not self._gradients:
+                self._layout.lay_out(self._by_priority)
+                self._gradients = self._layout.gradients
+            return self._gradients[name]
 
 
-class TunedModels:
-    """Whether a model of the session is tuned already (`Session.extension`)."""
-
-    def __init__(self, session: Session) -> None:
-        self._has_begun = False
-
-    def begin(self) -> bool:
-        """Return whether the caller's model is the first, which is tuned."""
-        has_begun, self._has_begun = self._has_begun, True
-        return not has_begun
+def _tuned_models(session: Session) -> list[str]:
+    """Return the models of *session* that are tuned, by title (`Session.extension`)."""
+    return []
 
 
-def _twice(slot: Slot) -> BusyError:
-    return BusyError(f"gradient {slot.name!r} is ready for the second time in one step: end the step by step() first")
+def _twice(gradient: Gradient) -> BusyError:
+    return BusyError(f"gradient {gradient.name!r} is ready for the second time in one step: end the step by step() "
+                     "first")

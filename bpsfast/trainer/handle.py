@@ -32,6 +32,7 @@ Output = TypeVar("Output", bound="TensorInput | None")
 
 #: Every unnamed push_pull is a new tensor with memory of its own: a loop of them gets a warning.
 _MANY_UNNAMED = 1000
+Array = np.ndarray[Any, Any]
 
 
 class Handle:
@@ -133,8 +134,8 @@ class Handle:
         unit = self._await_start(deadline, timeout_s)
         if self._crossing is not None:
             self._crossing.wait(deadline)
-            assert self._output is not None and self._output.place is not None, "it crosses back to its own device"
-            self._crossing.join(self._output.place.caller())
+            assert self._output is not None and self._output.location is not None, "it crosses back to its own device"
+            self._crossing.join(self._output.location.caller())
         elif self._output is not None:
             unit.deliver(self._round, self._output.address, 0, self._output.nbytes, _until(deadline))
         unit.wait(self._round, _until(deadline))
@@ -165,7 +166,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
           result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin a push_pull of *source* into *output*; `Handle.wait` returns *result*."""
     learning_rate = checked_learning_rate(learning_rate)
-    source, output = _placed(source, output)
+    source, output = _located(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     return _begin(session, name, unit, source, output, result, learning_rate)
 
@@ -174,33 +175,27 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
         result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
     """Do a push_pull of *source* into *output* and return *result*: as `start` and `wait`, with less copying."""
     learning_rate = checked_learning_rate(learning_rate)
-    source, output = _placed(source, output)
+    source, output = _located(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
-    streams = source.place is None and unit is not None and unit.stream(
+    streams = source.location is None and unit is not None and unit.stream(
         source.address, output.address, source.nbytes, session.settings.timeout_s)
     if not streams:
         _begin(session, name, unit, source, output, result, learning_rate).wait()
     return result
 
 
-def _placed(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
-    """Return both after `Devices.placed`.
-
-    Raises
-    ------
-    UnsupportedError
-        If they are on different ones.
-    """
+def _located(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
+    """Return both after `Devices.located`; raise `UnsupportedError` if they are on different devices."""
     devices = process.current().devices
     if output is None:
-        return devices.placed(source), output
-    here, there = (each.place.device.name if each.place is not None else "the CPU" for each in (source, output))
+        return devices.located(source), output
+    here, there = (each.location.device.name if each.location is not None else "the CPU" for each in (source, output))
     if here != there:
         raise UnsupportedError(f"the input is on {here}, out is on {there}: give an out on {here}")
-    placed, target = devices.placed(source), devices.placed(output)
-    if placed.place is None or target.place is None:  # one is shared memory, which stays what it is
+    located, target = devices.located(source), devices.located(output)
+    if located.location is None or target.location is None:  # one is shared memory, which stays what it is
         return source, output
-    return placed, cast("Output", target)
+    return located, cast("Output", target)
 
 
 def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, output: TensorInput | None,
@@ -230,12 +225,12 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
-    on_device = source.place is not None
+    on_device = source.location is not None
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
                       codec=codec, islands=on_device and sums_in_island(session.settings, source.dtype, codec),
                       on_device=on_device)
     if not session.tensors.knows(spec):
-        session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
+        session.devices.direct.cover(source.location.device if source.location is not None else None, [spec])
         session.tensors.declare([spec])
     return session, name, session.tensors.unit_nowait(name)
 
@@ -325,8 +320,8 @@ def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any
     """Return where the result of *source* goes and what the caller gets; None, None: a view of shared memory."""
     if out is not None:
         return _output(out, source), out
-    if source.place is not None:
-        fresh = arrays.empty_like(source)
+    if source.location is not None:
+        fresh = source.empty_like()
         return tensor_input(fresh), fresh
     if source.nbytes and process.current().memory.locate(source.address, source.nbytes) is not None:
         return None, None
@@ -393,8 +388,6 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
     region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)
-
-Array = np.ndarray[Any, Any]
 
 
 def repeated_pushes(session: Session) -> dict[str, RepeatedPush]:

@@ -35,18 +35,11 @@ class Region:
 class InputMemory:
     """The segments that *rank* has mapped, and its input memory, which it allocates and releases. Any thread.
 
-    Parameters
-    ----------
-    timeout_s
-        How long the node may take to answer a request.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        Sends requests to the node. Its owner calls `receive` with the replies.
+    *timeout_s*: how long the node may take to answer a request. *require_open* raises `ClosedError` when the session is
+    closed, or is another process's. *mailbox* sends requests to the node; its owner calls `receive` with the replies.
     """
 
-    def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None], mailbox: Mailbox) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._require_open = require_open
@@ -65,17 +58,11 @@ class InputMemory:
         self._answers: dict[int, list[Allocated | BpsError]] = {}  # of requests that a thread waits for
         self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: replies to waits that had timed out
 
-    # -- input memory ----------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int) -> Region:
         """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
 
-        It stays this rank's until the session ends, or until it is released.
-
-        Raises
-        ------
-        CapacityError
-            If the machine cannot hold it.
+        It stays this rank's until the session ends, or until it is released. Raises `CapacityError` if the machine
+        cannot hold it.
         """
         self._require_open()
         with self._lock:
@@ -125,8 +112,6 @@ class InputMemory:
                 return number, address - segment.address
         return None
 
-    # -- segments --------------------------------------------------------------------------------------------------
-
     def receive(self, message: SegmentShared | Allocated | Refuse, fds: tuple[int, ...]) -> None:
         """Handle a message of the node. Called with one message at a time."""
         match message:
@@ -163,7 +148,6 @@ class InputMemory:
             self._inputs = [*self._inputs, (message.segment, segment)]
 
     def map_again(self) -> None:
-        """Try again to map segments that could not be mapped."""
         again, self._not_mapped, self.unmapped = self._not_mapped, {}, None
         for message, fd in again.values():
             self._map(message, fd)

@@ -24,13 +24,8 @@ class KeyValueClient:
         """Store *value* under *key* for all ranks, replacing this rank's earlier value.
 
         Once this returns, every `lookup` finds it. It stays until it is withdrawn, also after this rank has left.
-
-        Raises
-        ------
-        ConfigError, CapacityError
-            If the key is empty or too long, or the value or the sum of this rank's values is too large.
-        MismatchError
-            If another rank has published under this key.
+        Raises `ConfigError` or `CapacityError` if the key is empty or too long, or the value or the sum of this rank's
+        values is too large. Raises `MismatchError` if another rank has published under this key.
         """
         key_value_store.check(key, value)
         self._find(lambda question: Publish(rank=self._rank, question=question, key=key, value=value),
@@ -43,19 +38,10 @@ class KeyValueClient:
     def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
         """Return the value of *key*, waiting until a rank has published it.
 
-        Parameters
-        ----------
-        who
-            Who publishes it, for errors. If it is "rank 3", the wait ends once that rank has left the job.
-        given_up
-            Called now and then; returns whether to cancel the look-up.
-
-        Raises
-        ------
-        StallError
-            If it was not published within *timeout_s* seconds, or *who* has left without it.
-        ClosedError
-            If it was cancelled (*given_up*).
+        *who*: who publishes it, for errors. If it is "rank 3", the wait ends once that rank has left the job.
+        *given_up* is called now and then, and returns whether to cancel the look-up. Raises `StallError` if it was not
+        published within *timeout_s* seconds, or *who* has left without it. Raises `ClosedError` if it was cancelled
+        (*given_up*).
         """
         key_value_store.check(key)
         found = self._find(lambda question: Lookup(rank=self._rank, question=question, key=key, timeout_s=timeout_s,
@@ -65,9 +51,8 @@ class KeyValueClient:
 
     def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
               given_up: Callable[[], bool] = lambda: False) -> KeyValueReply:
-        found = self._requests.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
-                                    lambda: _GIVEN_UP if given_up() else None)
-        assert isinstance(found, KeyValueReply)
+        found = self._requests.ask(KeyValueReply, question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
+                                   lambda: _GIVEN_UP if given_up() else None)
         if found.error:
             raise error_of(found.error, found.reason)
         return found

@@ -30,16 +30,20 @@ from ..pyx.pages import Segment
 
 #: The node and the scheduler know which process is missing; a rank's own deadline is this much later than theirs.
 _GRACE_S = 5.0
+T = TypeVar("T")
+A = TypeVar("A", bound=Message)
+#: How often a wait checks the job's state on the board, which no descriptor signals.
+SLICE_S = 0.1
 
 
 @dataclass
 class Attachment:
-    """What the node gave to this rank at *place*. The owner closes it, including `node_pidfd`.
+    """What the node gave to this rank, whose process has *role*. The owner closes it, including `node_pidfd`.
 
     `pins`: the CPUs to which this process is bound meanwhile.
     """
 
-    place: ProcessRole
+    role: ProcessRole
     channel: MessageSocket
     attached: Attached
     lane: Segment
@@ -57,25 +61,17 @@ class Attachment:
         os.close(self.node_pidfd)
 
 
-def attach(place: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
+def attach(role: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
     """Attach to this machine's node and return once the whole job has joined.
 
-    Parameters
-    ----------
-    version
-        This package's version; the node's must be the same.
-    failure
-        Returns what became of the daemons that this process started, None while they run.
-
-    Raises
-    ------
-    MismatchError, ConfigError, StallError, PeerLostError
-        The reason why the node or the scheduler refused, or that one of them is lost.
+    *version*: this package's version; the node's must be the same. *failure* returns what became of the daemons that
+    this process started, None while they run. Raises the error with which the node or the scheduler refused this rank
+    (`MismatchError`, `ConfigError`, `StallError`), or `PeerLostError` if one of them is lost.
     """
     deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
-    connection = _connect(place, settings, failure)
+    connection = _connect(role, settings, failure)
     try:
-        _introduce(connection, place, settings, version)
+        _introduce(connection, role, settings, version)
         while True:
             try:
                 message, fds = connection.recv(0.2)
@@ -84,16 +80,16 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
                 _raise_failure(failure)
                 if time.monotonic() >= deadline:
                     raise StallError(
-                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
+                        f"rank {role.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
-                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing."
-                        f"{unreachable_hint(*place.scheduler)}"
+                        f"scheduler at {role.scheduler[0]}:{role.scheduler[1]} is missing."
+                        f"{unreachable_hint(*role.scheduler)}"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
                 report("told")
                 raise PeerLostError(f"the node of this machine (pid {connection.peer[0]}) went away while rank "
-                                    f"{place.rank} was attaching; see its output") from exc
+                                    f"{role.rank} was attaching; see its output") from exc
         if isinstance(message, Refuse):
             if message.error == PeerLostError.__name__:
                 report("told")
@@ -101,15 +97,15 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
         if not isinstance(message, Attached) or len(fds) != 4:
             _close_all(fds)
             raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
-        return _map(place, connection, message, fds)
+        return _map(role, connection, message, fds)
     except BaseException:
         connection.close()
         raise
 
 
-def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
+def _connect(role: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
     deadline = time.monotonic() + settings.start_timeout_s
-    name = channels.address(place.job_key, place.node_id)
+    name = channels.address(role.job_key, role.node_id)
     while True:
         try:
             return channels.connect(name, min(0.5, max(0.0, deadline - time.monotonic())))
@@ -117,9 +113,9 @@ def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str |
             _raise_failure(failure)
             if time.monotonic() >= deadline:
                 raise StallError(
-                    f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
-                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}."
-                    f"{unreachable_hint(*place.scheduler)}"
+                    f"rank {role.rank}: no node of this job listened on this machine within start_timeout_s="
+                    f"{settings.start_timeout_s:g} s (node_id {role.node_id!r}). {exc}."
+                    f"{unreachable_hint(*role.scheduler)}"
                 ) from exc
 
 
@@ -130,17 +126,17 @@ def _raise_failure(failure: Callable[[], str | None]) -> None:
         raise PeerLostError(text)
 
 
-def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings, version: str) -> None:
+def _introduce(connection: MessageSocket, role: ProcessRole, settings: Settings, version: str) -> None:
     pid = os.getpid()
-    proof = channels.attach_proof(place.job_key, pid, place.local_rank)
+    proof = channels.attach_proof(role.job_key, pid, role.local_rank)
     pidfd = os.pidfd_open(pid)
     try:
         connection.send(
-            Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
-                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
+            Attach(version=VERSION, package=version, pid=pid, local_rank=role.local_rank, local_size=role.local_size,
+                   rank=role.rank, size=role.size, proof=proof, settings=fingerprint(settings),
                    cpus=format_cpus(os.sched_getaffinity(0)),
                    stays=not settings.numa or bool(binding_variable(os.environ)),
-                   gpu=default_gpu(os.environ, place.local_rank)),
+                   gpu=default_gpu(os.environ, role.local_rank)),
             [pidfd],
         )
     except PeerLostError:
@@ -150,7 +146,7 @@ def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings
         os.close(pidfd)
 
 
-def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+def _map(role: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
     mapped: list[Segment] = []
     try:
         for fd, is_writable in zip(fds, (True, False, True)):
@@ -161,7 +157,7 @@ def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds:
         _close_all(fds[len(mapped):])
         raise
     lane, board, doorbell = mapped
-    return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
+    return Attachment(role=role, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
                       doorbell=doorbell, pins=ThreadBinding(parse_cpus(attached.cpus)))
 
 
@@ -169,29 +165,14 @@ def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
-T = TypeVar("T")
-
-#: How often a wait checks the job's state on the board, which no descriptor signals.
-SLICE_S = 0.1
-
 
 class Mailbox:
-    """Messages to and from the node over *channel*. Any thread.
+    """Messages to and from the node over *channel*, which `close` closes. Any thread.
 
-    Parameters
-    ----------
-    channel
-        Closed by `close`.
-    node_pidfd
-        Polled beside the socket: it fires when the node dies, even if a forked child of the node holds the socket open.
-    deliver
-        Called with each message and its descriptors, which it must close; one at a time.
-    check
-        Called before each sleep; raises if the job is over.
-    lost
-        Returns the error to raise when the node is lost.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
+    *node_pidfd* is polled beside the socket: it fires when the node dies, even if a forked child of the node holds the
+    socket open. *deliver* is called with each message and its descriptors, which it must close; one at a time. *check*
+    is called before each sleep, and raises if the job is over. *lost* returns the error to raise when the node is lost.
+    *require_open* raises `ClosedError` when the session is closed, or is another process's.
     """
 
     def __init__(self, channel: MessageSocket, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
@@ -210,10 +191,7 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*.
-
-        If the node is lost, raises the error that the job was aborted with, or what `lost` returns.
-        """
+        """Send *message*. If the node is lost, raise what the job was aborted with, or what `lost` returns."""
         self._require_open()
         try:
             self._channel.send(message, fds)
@@ -224,10 +202,7 @@ class Mailbox:
     def wait(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         """Read messages until ``ready()`` is not None and return that, or None after *timeout_s* seconds.
 
-        Raises
-        ------
-        PeerLostError
-            If the node died, or what `check` raises; messages that came before are handled first.
+        Raises `PeerLostError` if the node died, or what `check` raises; messages that came before are handled first.
         """
         self._require_open()  # before any lock, which a fork may have inherited locked
         deadline = time.monotonic() + timeout_s
@@ -305,12 +280,8 @@ class Mailbox:
 class NodeRequests:
     """Requests to the node, or through it to the scheduler, numbered so that several threads may wait for replies.
 
-    Parameters
-    ----------
-    timeout_s
-        How long a reply may take, by default.
-    mailbox
-        Sends the requests. Its owner calls `receive` with the replies.
+    *timeout_s*: how long a reply may take, by default. *mailbox* sends the requests. Its owner calls `receive` with the
+    replies.
     """
 
     def __init__(self, timeout_s: float, mailbox: Mailbox) -> None:
@@ -325,25 +296,13 @@ class NodeRequests:
         if answers is not None:
             answers.append(answer)
 
-    def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
-            given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
-        """Send ``question(number)`` and return the reply.
+    def ask(self, kind: type[A], question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
+            given_up: Callable[[], A | None] = lambda: None, fds: Sequence[int] = ()) -> A:
+        """Send ``question(number)`` and return the reply, of *kind*; raise `StallError`, which begins with *trouble*,
+        if none comes within *timeout_s* (0: the default).
 
-        Parameters
-        ----------
-        trouble
-            What the error says if there is none.
-        timeout_s
-            0: by the setting timeout_s.
-        given_up
-            Called now and then; what it returns, unless None, is the reply.
-        fds
-            Descriptors to send with the request; the caller closes them.
-
-        Raises
-        ------
-        StallError
-            If no reply came in time.
+        *given_up* is called now and then; what it returns, unless None, is the reply. *fds* are sent with the request;
+        the caller closes them.
         """
         timeout_s = timeout_s or self._timeout_s
         number = next(self._numbers)
@@ -355,4 +314,5 @@ class NodeRequests:
             del self._answers[number]
         if answer is None:
             raise StallError(f"{trouble} within {timeout_s:g} s")
+        assert isinstance(answer, kind)
         return answer

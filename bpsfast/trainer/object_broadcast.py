@@ -13,6 +13,10 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from . import process
 from .broadcaster import Broadcaster, broadcast_bytes, check_root
 
+Array = np.ndarray[Any, Any]
+#: (name, dtype, shape) of each tensor, in order.
+Manifest = Sequence[Sequence[Any]]
+
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in the same order.
@@ -71,27 +75,14 @@ def dump(obj: Any) -> bytes:
 
     return bytes(cloudpickle.dumps(obj))
 
-Array = np.ndarray[Any, Any]
-
 
 def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
     """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*).
 
-    All ranks call it in the same order.
-
-    Parameters
-    ----------
-    named
-        C-contiguous arrays of any dtype without references, and their names: the same on all ranks.
-    title
-        Must agree.
-
-    Raises
-    ------
-    MismatchError
-        If the ranks' arrays differ in name, dtype or shape; the text names the first that does.
-    ConfigError, StallError, PeerLostError
-        As `bpsfast.broadcast`.
+    All ranks call it in the same order. *named*: C-contiguous arrays of any dtype without references, and their names:
+    the same on all ranks. *title*: must agree. Raises `MismatchError` if the ranks' arrays differ in name, dtype or
+    shape; the text names the first that does. Raises `ConfigError`, `StallError` or `PeerLostError` as
+    `bpsfast.broadcast`.
     """
     session = process.current()
     check_root(session, root_rank)
@@ -118,13 +109,9 @@ def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: 
 def _pieces(arrays: Sequence[Array]) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.nbytes) for array in arrays]
 
-#: (name, dtype, shape) of each tensor, in order.
-Manifest = Sequence[Sequence[Any]]
-
 
 def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:
-    """Return the first difference of *mine*, of *rank*, and *theirs*, of *root_rank*, in words; "" if they are equal.
-    """
+    """Return in words the first difference of *mine* (of *rank*) and *theirs* (of *root_rank*); "" if none."""
     for number, (own, other) in enumerate(zip(mine, theirs)):
         if own != other:
             return (f"{what} {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "

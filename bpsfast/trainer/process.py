@@ -23,6 +23,11 @@ from .session import Session
 _current: Session | None = None
 _watch: ExitWatch | None = None
 _has_left = False
+#: How long a rank that has left waits for the others to leave.
+_CLOSE_TIMEOUT_S = 5.0
+#: Launchers under which a job of several ranks can be started again; see `resume`.
+_RESUMABLE = ("elastic", "dmlc")
+_suspended: list[str] | None = None  # the declared names, in their order
 
 
 def init(**settings: object) -> None:
@@ -61,22 +66,19 @@ def init_again() -> None:
     init()
 
 
-def begin(place: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
-    """Join the job as `init` does, in the role *place* that the settings *found* give this process.
-
-    *why_void*: as of `join_job`.
-    """
+def begin(role: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
+    """Join the job as `init` does, in *role*, by the settings *found*; *why_void*: as of `join_job`."""
     global _current, _watch
-    if _has_left and place.is_joined_once:
+    if _has_left and role.is_joined_once:
         raise ClosedError(
-            f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
+            f"bpsfast.init() after shutdown(): the job of rank {role.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
-    if place.rank >= 0:
-        logs.set_identity(f"rank {place.rank}")
-    is_launchers = place.launcher in ("bpsfast", "elastic")
+    if role.rank >= 0:
+        logs.set_identity(f"rank {role.rank}")
+    is_launchers = role.launcher in ("bpsfast", "elastic")
     try:
-        session, started = join_job(place, found, why_void)
+        session, started = join_job(role, found, why_void)
     except BpsError:
         if is_launchers:
             shorten_tracebacks()
@@ -172,26 +174,19 @@ def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks have called this; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
 
-#: How long a rank that has left waits for the others to leave.
-_CLOSE_TIMEOUT_S = 5.0
 
-
-def join_job(place: ProcessRole, settings: Settings,
-         why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
-    """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
+def join_job(role: ProcessRole, settings: Settings,
+             why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
+    """Start the daemons that *role* calls for, attach to the machine's node, and return once all have joined.
 
     *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has
-    joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
-
-    Raises
-    ------
-    ConfigError, MismatchError, StallError, PeerLostError
-        If the job cannot start; the daemons that were started have been ended.
+    joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`). Raises `ConfigError`, `MismatchError`,
+    `StallError` or `PeerLostError` if the job cannot start; the daemons that were started have been ended.
     """
-    started = daemons.start(place, settings)
+    started = daemons.start(role, settings)
     try:
         attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
-                                     lambda: started.failure() or why_void())
+                                          lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")
     except BaseException:
@@ -225,11 +220,6 @@ def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None
     session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _CLOSE_TIMEOUT_S)
     watch.close(detaches=not stays)
 
-#: Launchers under which a job of several ranks can be started again; see `resume`.
-_RESUMABLE = ("elastic", "dmlc")
-
-_suspended: list[str] | None = None  # the declared names, in their order
-
 
 def suspend(leave: Callable[[], None] = shutdown) -> None:
     """Leave the job, by *leave*, until `resume`, which declares the same names in the same order. On all ranks.
@@ -241,9 +231,9 @@ def suspend(leave: Callable[[], None] = shutdown) -> None:
     """
     global _suspended
     session = current()
-    if session.size > 1 and session.place.launcher not in _RESUMABLE:
+    if session.size > 1 and session.role.launcher not in _RESUMABLE:
         raise UnsupportedError(
-            f"suspend() in a job of {session.size} ranks that {session.place.launcher} has started, which keeps its "
+            f"suspend() in a job of {session.size} ranks that {session.role.launcher} has started, which keeps its "
             "members: no rank can leave it or join it later. Start the program by `bpsfast run --elastic` (and see "
             "bpsfast.elastic, which needs no suspend). Or, to go on with other numbers, save a checkpoint on rank 0, "
             "end the program, start it again with the new numbers, and broadcast rank 0's state to all")

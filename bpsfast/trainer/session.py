@@ -19,33 +19,8 @@ from ..base.end_reports import report
 from ..base.settings import Settings
 from ..base.trace_file import Origin, write as write_trace
 from ..base.trace_records import RECORD, limits
+from ..orchestration import messages
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError, error_of
-from ..orchestration.messages import (
-    Allocated,
-    BarrierDone,
-    BarrierEnter,
-    Counters,
-    CountersRequest,
-    Credit,
-    Declared,
-    DeclareFailed,
-    Detach,
-    Detached,
-    DeviceShared,
-    FirstRankLeft,
-    GpuDirectTensors,
-    KeyValueReply,
-    LagAnswer,
-    LagQuestion,
-    Message,
-    Refuse,
-    Retire,
-    SegmentShared,
-    ShareDevice,
-    StallAnswer,
-    StateDone,
-    UnitReady,
-)
 from ..pyx.port import Port
 from .codec_state import States
 from .gpu.devices import Devices
@@ -83,7 +58,7 @@ class Session:
         self.machines = attached.machines
         self.job = attached.job
         self.settings = settings
-        self.place = attachment.place
+        self.role = attachment.role
         self.pid = os.getpid()
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
@@ -100,7 +75,7 @@ class Session:
         self.clock = StepClock(port, self._pushed_nbytes)
         self.memory = InputMemory(self.rank, settings.timeout_s, self.require_open, mailbox)
         self.states = States(self._requests, self.memory)
-        self.notices = KeyValueClient(self.rank, self._requests)
+        self.key_values = KeyValueClient(self.rank, self._requests)
         self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
                                       self.stall_query, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
@@ -113,31 +88,20 @@ class Session:
         self._released = False
         self._is_leaving = False
 
-    # -- the job ---------------------------------------------------------------------------------------------------
-
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait until all ranks have called this as often as this rank.
-
-        Raises
-        ------
-        StallError
-            If they have not done so in time.
-        """
+        """Wait until all ranks have called this as often; raise `StallError` if they have not done so in time."""
         self.require_open()
         with self._lock:
             self._barriers_entered += 1
             sequence = self._barriers_entered
-        self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
+        self._mailbox.send(messages.BarrierEnter(rank=self.rank, sequence=sequence))
         self.tensors.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s,
                           f"in barrier {sequence}", f"barrier:{sequence}")
 
     def extension(self, make: Callable[[Session], T]) -> T:
         """Return what *make* made of this session when it was first asked for; `close` calls its ``close``, if any.
 
-        Raises
-        ------
-        ClosedError
-            If it was not made, and the session is closed, or is being closed.
+        Raises `ClosedError` if it was not made, and the session is closed, or is being closed.
         """
         found = self._extensions.get(make)
         if found is None:
@@ -156,80 +120,80 @@ class Session:
     @property
     def host(self) -> str:
         """This machine's address for other machines of the job; raises as `local_host`."""
-        return local_host(self.settings, self.place.scheduler[0])
+        return local_host(self.settings, self.role.scheduler[0])
 
-    def retire(self, units: Sequence[Unit]) -> None:
+    def retire(self, units: Sequence[Unit], releases_staging: bool = False) -> None:
         """Retire *units*: their resources are free as soon as all ranks have retired them.
 
-        All their rounds must be complete, and their results not be read any more. The caller releases their input
-        memory. Their names may be declared again.
+        All their rounds must be complete, and their results not be read any more. Their names may be declared again.
+        *releases_staging*: also release their input memory, which the caller does otherwise.
         """
         self.require_open()
         if any(unit.in_flight for unit in units):
             raise BusyError("a tensor cannot be retired before its last round was waited for")
         for unit in units:
             unit.await_readers()
+        regions = [unit.staging for unit in units if unit.has_staging and releases_staging]
         names = [name for unit in units for name in unit.members]
         self.tensors.retire(names)
         self.devices.direct.forget(names)
         for unit in units:
             self._retired_nbytes += unit.pushed_nbytes
+            self.devices.direct.release_input(unit)
             unit.forget()
-        self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+        self._mailbox.send(messages.Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+        for region in regions:
+            self.memory.release(region)
 
     def set_credit(self, nbytes: int) -> None:
         """Set the credit of every node to *nbytes* under way to one peer; 0: its own setting. Does not wait."""
         self.require_open()
-        self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
+        self._mailbox.send(messages.Credit(rank=self.rank, nbytes=nbytes))
 
-    def ask_node(self) -> Counters:
+    def ask_node(self) -> messages.Counters:
         """Return the counters of this machine's node."""
-        told = self._requests.ask(lambda request: CountersRequest(request=request),
+        return self._requests.ask(messages.Counters, lambda request: messages.CountersRequest(request=request),
                                   "the node did not send its counters")
-        assert isinstance(told, Counters)
-        return told
 
-    def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
+    def share_device(self, question: Callable[[int], messages.ShareDevice], trouble: str,
+                     fd: int) -> messages.DeviceShared:
         """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `NodeRequests.ask`."""
-        answer = self._requests.ask(question, trouble, fds=[fd])
-        assert isinstance(answer, DeviceShared)
-        return answer
+        return self._requests.ask(messages.DeviceShared, question, trouble, fds=[fd])
 
     def say_direct(self, names: Sequence[str]) -> None:
         """Tell the node which of the tensors that are declared next lie on this rank's device."""
-        self._mailbox.send(GpuDirectTensors(names=tuple(names)))
+        self._mailbox.send(messages.GpuDirectTensors(names=tuple(names)))
 
-    def ask_lags(self) -> LagAnswer:
+    def ask_lags(self) -> messages.LagAnswer:
         """Return how late the ranks of the job were, and which nodes did not reply within two seconds."""
-        answer = self._requests.ask(lambda request: LagQuestion(rank=self.rank, question=request),
-                                     "node or scheduler did not tell how late the ranks are")
-        assert isinstance(answer, LagAnswer)
-        return answer
+        return self._requests.ask(
+            messages.LagAnswer, lambda request: messages.LagQuestion(rank=self.rank, question=request),
+            "node or scheduler did not tell how late the ranks are")
 
-    def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
+    def _receive(self, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Handle one message of the node. The mailbox calls it with one message at a time."""
         match message:
-            case SegmentShared() | Allocated() | Refuse():
+            case messages.SegmentShared() | messages.Allocated() | messages.Refuse():
                 self.memory.receive(message, fds)
-            case Declared():
+            case messages.Declared():
                 self._commit(message.units)
-            case DeclareFailed():
+            case messages.DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case FirstRankLeft():
+            case messages.FirstRankLeft():
                 self.stall_query.departed()
-            case BarrierDone():
+            case messages.BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Counters() | StateDone() | DeviceShared():
+            case messages.Counters() | messages.StateDone() | messages.DeviceShared():
                 self._requests.receive(message.request, message)
-            case StallAnswer() | LagAnswer() | KeyValueReply():
+            case messages.StallAnswer() | messages.LagAnswer() | messages.KeyValueReply():
                 self._requests.receive(message.question, message)
-            case Detached():
+            case messages.Detached():
                 self._released = True
 
     def _pushed_nbytes(self) -> int:
         return self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units())
 
-    def _commit(self, units: Sequence[UnitReady]) -> None:
+    def _commit(self, units: Sequence[messages.UnitReady]) -> None:
         """Enter units as tensors of this rank. Units of a new layout that cannot be mapped are retired at once.
 
         The other ranks retire a layout that one rank cannot have, and nodes wait for this rank, too. Other tensors are
@@ -251,7 +215,7 @@ class Session:
             else:
                 self.tensors.committed(unit)
         if given_up:
-            self._mailbox.send(Retire(rank=self.rank, units=tuple(given_up)))
+            self._mailbox.send(messages.Retire(rank=self.rank, units=tuple(given_up)))
 
     def _node_lost(self) -> BpsError:
         """Return the error of a node that has ended without giving a reason."""
@@ -266,8 +230,6 @@ class Session:
             f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends by itself "
             "or by SIGTERM gives the reason. One that gives none was killed (SIGKILL, by the kernel if memory is "
             "short: see dmesg) or has crashed: see its output and its launcher's for the signal")
-
-    # -- the end ---------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
         if self.pid != os.getpid():
@@ -291,9 +253,9 @@ class Session:
         with contextlib.suppress(BpsError):  # the node may be lost or the job aborted: leaving goes on
             held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
             if clean and held_up:  # so that other workers do not wait for pushes that never come
-                self._mailbox.send(Retire(rank=self.rank, units=held_up))
+                self._mailbox.send(messages.Retire(rank=self.rank, units=held_up))
             report("leaves")
-            self._mailbox.send(Detach(clean=clean, reason=reason))
+            self._mailbox.send(messages.Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
         if clean and self._released:
             report("left")
@@ -320,8 +282,7 @@ class Session:
 
 
 class _Extension:
-    """A slot for what is made at the first use, under a lock of its own: a signal handler may close while it is made.
-    """
+    """What is made at the first use, under its own lock, since a signal handler may close while it is made."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -32,26 +32,28 @@ from .unit import Unit
 
 #: Room for rows by default: this part of the table (one of 64), and at least this many rows.
 _PART, _LEAST = 64, 1024
+Array = np.ndarray[Any, Any]
+#: Sums that are computed at once: their rows stay in the caches.
+_AT_ONCE = 4096
 
 
 class SparseTable:
     """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time; see
     `table_of`.
 
-    Returns at once; the first `push` waits until all ranks have made theirs. *average*, *priority*: as of
-    `bpsfast.push_pull`; *max_rows*: how many different rows all ranks together push at once, about (0: one of 64).
+    Returns at once; the first `push` waits until all ranks have made theirs. *average*: as of `bpsfast.push_pull`;
+    *max_rows*: how many different rows all ranks together push at once, about (0: one of 64).
     """
 
     def __init__(self, session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
-                 max_rows: int = 0, priority: int | None = None) -> None:
+                 max_rows: int = 0) -> None:
         self.name = name
         self.shape = tuple(shape)
         self.dtype = wire_name(dtype)
         self.average = average
         self._session = session
-        self._priority = priority
         self._max_rows = max_rows or max(_LEAST, self.shape[0] // _PART if self.shape else 0)
-        self._n_editions = 0
+        self._n_grown = 0
         self._wire = name
         self._given: tuple[Array, Array] | None = None  # under way
         self._unit: Unit | None = None
@@ -66,14 +68,8 @@ class SparseTable:
     def push(self, indices: Any, values: Any) -> None:
         """Begin to sum rows *values* (n, *row) with *indices* (n,), in any order; indices may repeat.
 
-        Do not write either until `wait` has returned.
-
-        Raises
-        ------
-        BusyError
-            If the last ones were not waited for.
-        MismatchError, UnsupportedError
-            If they are not rows of this table; nothing was pushed then.
+        Do not write either until `wait` has returned. Raises `BusyError` if the last ones were not waited for. Raises
+        `MismatchError` or `UnsupportedError` if they are not rows of this table; nothing was pushed then.
         """
         if self._given is not None:
             raise BusyError(f"rows of {self.name!r} are pushed again, but the last ones were not waited for")
@@ -112,18 +108,13 @@ class SparseTable:
         if unit is None or (unit.in_flight and not unit.done(unit.round)):
             return False
         unit.finish(unit.round)
-        staging = unit.staging if unit.has_staging else None
-        self._session.retire([unit])
-        if staging is not None:
-            self._session.memory.release(staging)
+        self._session.retire([unit], releases_staging=True)
         return True
 
-    # -- innards ---------------------------------------------------------------------------------------------------
-
     def _declare(self) -> None:
-        self._session.tensors.declare([TensorSpec(
-            name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, priority=self._priority, op=ROWS,
-            max_rows=self._max_rows)], lenient=True)
+        spec = TensorSpec(name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, op=ROWS,
+                          max_rows=self._max_rows)
+        self._session.tensors.declare([spec], lenient=True)
 
     def _push(self, given: tuple[Array, Array], timeout_s: float) -> Unit:
         unit = self._session.tensors.unit(self._wire, timeout_s)
@@ -135,16 +126,15 @@ class SparseTable:
     def _grow(self, old: Unit, n_rows: int) -> None:
         """Make room for *n_rows* or more. All ranks have seen the same sum and do the same."""
         self._max_rows = min(self.shape[0], max(n_rows + n_rows // 4, self._max_rows + self._max_rows // 2))
-        staging, self._unit = old.staging, None
-        self._session.retire([old])
-        self._session.memory.release(staging)
-        self._n_editions += 1
-        self._wire = f"{self.name}~{self._n_editions}"
+        self._unit = None
+        self._session.retire([old], releases_staging=True)
+        self._n_grown += 1
+        self._wire = f"{self.name}~{self._n_grown}"
         self._declare()
 
     def _frames(self, unit: Unit) -> RowFrames:
         return RowFrames(self.shape[0], self.shape[1:], TABLE[self.dtype].numpy, unit.n_parts, unit.frame_rows,
-                      unit.stride)
+                         unit.stride)
 
 
 def _checked(name: str, shape: tuple[int, ...], dtype: str, indices: Any, values: Any) -> tuple[Array, Array]:
@@ -169,13 +159,7 @@ def sparse_tables(session: Session) -> dict[str, SparseTable]:
 
 def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
              max_rows: int = 0) -> SparseTable:
-    """Return this rank's table *name*, made at the first call; parameters as of `SparseTable`.
-
-    Raises
-    ------
-    MismatchError
-        If *name* was used with other parameters.
-    """
+    """Return this rank's table *name*, made by the first call; raise `MismatchError` if with other parameters."""
     tables = session.extension(sparse_tables)
     table = tables.get(name)
     if table is None:
@@ -232,8 +216,6 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     table.push(indices, rows.owner if isinstance(rows.owner, np.ndarray) else values)
     return table.wait()
 
-Array = np.ndarray[Any, Any]
-
 
 class RowFrames(NamedTuple):
     """The frames of a table: one for each of `n_parts` partitions, `stride` bytes apart. Format: `pyx/rows.h`.
@@ -250,7 +232,6 @@ class RowFrames(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
 
     def write(self, memory: Array, indices: Array, values: Array) -> int:
@@ -282,22 +263,13 @@ class RowFrames(NamedTuple):
         return max((n for n, flags in heads if flags == OVERFLOW), default=0)
 
     def read(self, memory: Array) -> tuple[Array, Array]:
-        """Return (indices, values) of the sum in *memory*, uint8, as new arrays, by ascending index.
-
-        Raises
-        ------
-        ProtocolError
-            If *memory* does not hold such frames.
-        """
+        """Return (indices, values) of the sum in *memory* as new arrays, ascending; `ProtocolError`: no such frames."""
         found = [self._indices(memory, part) for part in range(self.n_parts)]
-        total = sum(map(len, found))
-        indices = np.empty(total, np.int64)
-        values = np.empty((total, *self.row_shape), self.dtype)
-        begin = 0
-        for part, own in enumerate(found):
-            indices[begin : begin + len(own)] = own.astype(np.int64) * self.n_parts + part
-            begin += len(own)
+        indices = np.concatenate([np.empty(0, np.int64), *(own.astype(np.int64) * self.n_parts + part
+                                                           for part, own in enumerate(found))])
+        total = len(indices)
         order = np.argsort(indices, kind="stable") if self.n_parts > 1 else np.arange(total)
+        values = np.empty((total, *self.row_shape), self.dtype)
         place = np.empty(total, np.int64)
         place[order] = np.arange(total)
         begin = 0
@@ -366,7 +338,3 @@ def _added_up(values: Array, order: Array, firsts: Array) -> Iterator[tuple[Arra
             n_more = int(np.searchsorted(-n_terms[chosen], -k, side="left"))  # which have a term k: the first ones
             total[:n_more] += values[order[firsts[chosen[:n_more]] + k]].astype(wide)
         yield chosen, total.astype(values.dtype)
-
-
-#: Sums that are computed at once: their rows stay in the caches.
-_AT_ONCE = 4096

@@ -37,6 +37,12 @@ _WORDS: dict[Stage, str] = {
     "done": "it has just completed",
     "unknown": "it is not known how far it is",
 }
+#: Once a rank has left, how often a wait asks whether it can still end.
+DOUBT_S = 0.5
+#: How long to wait for the reply to a stall question.
+_ANSWER_S = 2.5
+#: The partition of a question about a declaration or a barrier.
+_NO_PART = -1
 
 
 @dataclass(frozen=True)
@@ -100,12 +106,7 @@ class _Open:
 class StallInspector:
     """The stalls of the rank whose name is *me* ("rank 3"). Any thread; times are of the monotonic clock, in seconds.
 
-    Parameters
-    ----------
-    warn_s
-        How long a wait may take before it is a stall; 0: there are none.
-    count
-        Called once for each stall.
+    *warn_s*: how long a wait may take before it is a stall; 0: there are none. *count* is called once for each stall.
     """
 
     def __init__(self, me: str, warn_s: float, count: Callable[[], None]) -> None:
@@ -164,13 +165,6 @@ class StallInspector:
             return (*(msgspec.structs.replace(each.stall, waited_s=now - each.begin) for each in self._open.values()),
                     *reversed(self._over))
 
-#: Once a rank has left, how often a wait asks whether it can still end.
-DOUBT_S = 0.5
-#: How long to wait for the reply to a stall question.
-_ANSWER_S = 2.5
-#: The partition of a question about a declaration or a barrier.
-_NO_PART = -1
-
 
 class StallQuery:
     """Asks node and scheduler which ranks a wait of *rank* is waiting for. Any thread."""
@@ -193,13 +187,11 @@ class StallQuery:
     def ask(self, part: int, round: int, name: str) -> StallAnswer:
         """Ask which ranks are missing in *round* of *part* of tensor *name*, and whether they can still come."""
         try:
-            answer = self._requests.ask(
-                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
+            return self._requests.ask(StallAnswer, lambda question: StallQuestion(
+                rank=self._rank, question=question, part=part, round=round, name=name),
                 "neither node nor scheduler told which rank is missing", _ANSWER_S)
         except StallError as exc:  # the caller decides whether to wait on
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))
-        assert isinstance(answer, StallAnswer)
-        return answer
 
     def ask_about(self, name: str) -> StallAnswer:
         """Ask which ranks have not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
@@ -209,24 +201,20 @@ class StallQuery:
 class StallTimer:
     """The deadlines of one wait of rank *me*: when to ask who is missing, to warn, to give up. A context manager.
 
-    Parameters
-    ----------
-    what
-        What the wait is for, in errors ("for all ranks to declare 'x'"); "": the subject of the last answer.
-    spent_s
-        How long the wait has lasted already.
+    *what*: what the wait is for, in errors ("for all ranks to declare 'x'"); "": the subject of the last answer.
+    *spent_s*: how long the wait has lasted already.
     """
 
-    __slots__ = ("_begin", "_deadline", "_doubt", "_inquiry", "_inspector", "_me", "_stalled", "_timeout_s", "_warn",
-                 "_what", "succeeded")
+    __slots__ = ("_begin", "_deadline", "_doubt", "_inspector", "_me", "_stall_query", "_stalled", "_timeout_s",
+                 "_warn", "_what", "succeeded")
 
-    def __init__(self, me: str, timeout_s: float, inquiry: StallQuery, inspector: StallInspector, what: str = "",
+    def __init__(self, me: str, timeout_s: float, stall_query: StallQuery, inspector: StallInspector, what: str = "",
                  spent_s: float = 0.0) -> None:
         self._begin = time.monotonic() - spent_s
         self._me, self._what, self._timeout_s = me, what, timeout_s
         self._deadline, self._doubt = self._begin + timeout_s, self._begin + DOUBT_S
         self._warn = inspector.due(self._begin)
-        self._inquiry = inquiry
+        self._stall_query = stall_query
         self._inspector = inspector
         self._stalled: Subject | None = None
         #: Whether the wait has succeeded; else, as after an exception, no "goes on" is logged.
@@ -240,14 +228,11 @@ class StallTimer:
     def look(self, ask: Callable[[], tuple[Subject, StallAnswer]], is_there: Callable[[], bool]) -> None:
         """If it is time, ask who is missing, then warn or give up; do neither if it *is_there* by then.
 
-        Raises
-        ------
-        StallError
-            If time is up, or a missing rank has left the job.
+        Raises `StallError` if time is up, or a missing rank has left the job.
         """
         now = time.monotonic()
         late = now >= self._deadline
-        if late or now >= self._warn or (now >= self._doubt and self._inquiry.has_departures()):
+        if late or now >= self._warn or (now >= self._doubt and self._stall_query.has_departures()):
             subject, answer = ask()
             if is_there():
                 return

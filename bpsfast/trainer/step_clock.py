@@ -66,7 +66,7 @@ class StepClock:
             if self.step != after:
                 return
             self.step += 1
-            self._look_at_speed(self._port.next_step())
+            self._sample_speed(self._port.next_step())
 
     def read(self) -> tuple[int, StepTimes, StepTimes]:
         """Return (steps counted, the mean step, the last step)."""
@@ -74,7 +74,7 @@ class StepClock:
             n_steps, sums, last = self._port.steps()
         return n_steps, _times(sums, n_steps), _times(last, 1)
 
-    def _look_at_speed(self, now_ns: int) -> None:
+    def _sample_speed(self, now_ns: int) -> None:
         if now_ns - self._point_ns >= _POINT_S * 1e9:
             nbytes = self._pushed_nbytes()
             if nbytes > self._point_nbytes:
@@ -85,5 +85,5 @@ class StepClock:
     def speed(self) -> tuple[int, float]:
         """Take the oldest sample of the speed: see `get_pushpull_speed`."""
         with self._lock:
-            self._look_at_speed(time.monotonic_ns())
+            self._sample_speed(time.monotonic_ns())
             return self._points.popleft() if self._points else _NO_POINT

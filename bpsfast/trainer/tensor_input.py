@@ -10,6 +10,7 @@ DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's r
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from ..base.dtypes import NAMES, TABLE, wire_name
 from ..gpu import arrays
 from ..gpu.device import DeviceLocation
+from ..gpu.host import HostArray
 from ..orchestration.errors import UnsupportedError
 
 _CPU_DEVICES = {1, 3, 11, 13}  # kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged: the CPU may read all of them
@@ -34,7 +36,7 @@ class TensorInput:
     """Memory of one C-contiguous tensor.
 
     `dtype` is a wire dtype name, `owner` keeps the memory alive, `writable` says whether results may be
-    written into it. `place`: on which device, and in which order; None: the CPU's, where it can be read at once.
+    written into it. `location`: on which device, and in which order; None: the CPU's, where it can be read at once.
     """
 
     address: int
@@ -43,7 +45,7 @@ class TensorInput:
     nbytes: int
     writable: bool
     owner: object
-    place: DeviceLocation | None = None
+    location: DeviceLocation | None = None
 
     def array(self) -> np.ndarray[Any, Any]:
         """Return a NumPy array over the same memory, read-only unless `writable`; not of a GPU's."""
@@ -57,18 +59,30 @@ class TensorInput:
         array.flags.writeable = self.writable
         return array
 
+    def empty_like(self) -> Any:
+        """Return a new array of this shape and dtype on the same device: of torch, of the host device, else of CuPy."""
+        assert self.location is not None, "it lies on a device"
+        owner = self.owner[1] if isinstance(self.owner, tuple) else self.owner  # with its DLPack capsule
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(owner, torch.Tensor):
+            return torch.empty_like(owner, requires_grad=False, memory_format=torch.contiguous_format)
+        if isinstance(owner, np.ndarray):
+            fresh = np.empty(self.shape, TABLE[self.dtype].numpy).view(type(owner))
+            if isinstance(owner, HostArray) and isinstance(fresh, HostArray):
+                fresh.stream = owner.stream
+            return fresh
+        return arrays.zeros(self.shape, self.dtype, self.location.device.name)
+
 
 def tensor_input(x: object) -> TensorInput:
     """Return the memory of *x*.
 
-    Raises
-    ------
-    UnsupportedError
-        If *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that bpsfast does not sum.
+    Raises `UnsupportedError` if *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that
+    bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
-        place = None if type(x) is np.ndarray else arrays.of_ndarray(x)
-        return from_array(x) if place is None else replace(from_array(x), place=place)
+        location = None if type(x) is np.ndarray else arrays.of_ndarray(x)
+        return from_array(x) if location is None else replace(from_array(x), location=location)
     if isinstance(x, np.generic):
         copy = np.asarray(x)
         copy.flags.writeable = False  # a write to the copy would not change the scalar
@@ -89,8 +103,8 @@ def tensor_input(x: object) -> TensorInput:
 def host_input(x: object) -> TensorInput:
     """As `tensor_input`, but raises `UnsupportedError` if *x* lies on a device."""
     found = tensor_input(x)
-    if found.place is not None:
-        raise UnsupportedError(f"{_kind(x)} lies on {found.place.device.name}, which this call does not support: "
+    if found.location is not None:
+        raise UnsupportedError(f"{_kind(x)} lies on {found.location.device.name}, which this call does not support: "
                                "copy it to the CPU first")
     return found
 
@@ -167,15 +181,15 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.
 def _from_dlpack(x: Any) -> TensorInput:
     """Read the capsule of *x*, without consuming it: its own destructor releases the tensor."""
     device_type, device_id = x.__dlpack_device__()
-    stream, place = None, None
+    stream, location = None, None
     if int(device_type) in arrays.GPU_TYPES:
-        place, stream = arrays.of_dlpack(x, int(device_id))
+        location, stream = arrays.of_dlpack(x, int(device_id))
     elif int(device_type) not in _CPU_DEVICES:
         name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
         raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
     capsule = _export(x, stream)
-    if place is not None:
-        place = arrays.location_after_export(place)
+    if location is not None:
+        location = arrays.location_after_export(location)
     if _capsule_is(capsule, b"dltensor_versioned"):
         versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > 1:
@@ -196,7 +210,7 @@ def _from_dlpack(x: Any) -> TensorInput:
             "pass x.contiguous() or np.ascontiguousarray(x)"
         )
     nbytes = prod(shape) * tensor.bits // 8
-    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x), place)
+    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x), location)
 
 
 def _export(x: Any, stream: int | None) -> object:

@@ -25,27 +25,18 @@ _written, _read = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TensorSpec)
 class TensorRegistry:
     """The tensors that *rank* of *size* has declared. Any thread.
 
-    Parameters
-    ----------
-    timeout_s
-        How long waits last by default.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        Sends declarations to the node.
-    inquiry
-        Asks which ranks are missing.
-    inspector
-        Records long waits.
+    Waits last *timeout_s* by default. *require_open* raises `ClosedError` when the session is closed, or is another
+    process's. *mailbox* sends declarations to the node, *stall_query* asks which ranks are missing, and *inspector*
+    records long waits.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Mailbox, inquiry: StallQuery, inspector: StallInspector) -> None:
+                 mailbox: Mailbox, stall_query: StallQuery, inspector: StallInspector) -> None:
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._mailbox = mailbox
-        self._inquiry = inquiry
+        self._stall_query = stall_query
         self._inspector = inspector
         self._lock = threading.RLock()
         self._specs: dict[str, TensorSpec] = {}
@@ -54,7 +45,7 @@ class TensorRegistry:
         self._deferred: dict[str, Callable[[], None]] = {}
         self._order: dict[str, int] = {}  # of names that the program has declared itself
         self._unnamed: dict[str, int] = {}
-        self._editions: dict[str, int] = {}  # name -> how many models of the trainer have had it
+        self._models: dict[str, int] = {}  # name -> how many models of the trainer have had it
 
     # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
 
@@ -74,14 +65,9 @@ class TensorRegistry:
         """Declare tensors to the job. Returns at once; rounds start when all ranks have declared them.
 
         Ranks may declare in any order. Declaring the same again does nothing; *lenient*: also with other priorities, of
-        which the first ones count.
-
-        Raises
-        ------
-        ConfigError
-            If a field has a wrong type, which the node could not read.
-        MismatchError
-            If this rank has declared one of the names differently, or the ranks disagreed about it before.
+        which the first ones count. Raises `ConfigError` if a field has a wrong type, which the node could not read.
+        Raises `MismatchError` if this rank has declared one of the names differently, or the ranks disagreed about it
+        before.
         """
         self._require_open()
         with self._lock:
@@ -136,8 +122,8 @@ class TensorRegistry:
         self._order.setdefault(name, len(self._order))
 
     def noted_priority(self, name: str | None, priority: int) -> int:
-        """Return *priority*; if it is 0 and *name* was noted, a priority by its place: the first name is the most
-        urgent.
+        """Return *priority*; if it is 0 and *name* was noted, the priority of its position: the first name's is
+        highest.
         """
         place = self._order.get(name) if name is not None and priority == 0 else None
         return priority if place is None else -place
@@ -146,15 +132,15 @@ class TensorRegistry:
         """Return the names that were noted, in their order."""
         return list(self._order)
 
-    def edition(self, names: Iterable[str]) -> int:
+    def model_number(self, names: Iterable[str]) -> int:
         """Return the number of a new model with tensors *names*: above that of every earlier model on this rank with
         one of them. Ranks that make such models in the same order get the same numbers, even if they have retired the
         earlier models at different times.
         """
         with self._lock:
             names = list(names)
-            number = max([0, *(self._editions.get(name, 0) for name in names)])
-            self._editions.update(dict.fromkeys(names, number + 1))
+            number = max([0, *(self._models.get(name, 0) for name in names)])
+            self._models.update(dict.fromkeys(names, number + 1))
         return number
 
     # -- units -----------------------------------------------------------------------------------------------------
@@ -162,12 +148,8 @@ class TensorRegistry:
     def unit(self, name: str, timeout_s: float | None = None) -> Unit:
         """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
 
-        Raises
-        ------
-        StallError
-            If it was not committed in time: a rank has not declared the name.
-        MismatchError
-            Or another error with which the job has refused the declaration.
+        Raises `StallError` if it was not committed in time: a rank has not declared the name. Raises `MismatchError` or
+        another error with which the job has refused the declaration.
         """
         self._require_open()
         found = self._units.get(name)
@@ -196,7 +178,6 @@ class TensorRegistry:
         return self._units.get(name)
 
     def units(self) -> set[Unit]:
-        """Return all units that were committed."""
         return set(self._units.values())
 
     # -- pushes before the commit ----------------------------------------------------------------------------------
@@ -222,13 +203,10 @@ class TensorRegistry:
         """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for
         them.
 
-        Raises
-        ------
-        StallError
-            If it is not in time, or cannot be any more; the text tells what the job knows about *name*.
+        Raises `StallError` if it is not in time, or cannot be any more; the text tells what the job knows about *name*.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
+        with StallTimer(f"rank {self._rank}", timeout_s, self._stall_query, self._inspector, what) as patience:
             while True:
                 self._mailbox.wait(lambda: ready() or self._startable(), patience.rest_s)
                 self._start_deferred()
@@ -236,7 +214,7 @@ class TensorRegistry:
                 if found is not None:
                     patience.succeeded = not isinstance(found, BpsError)
                     return found
-                patience.look(lambda: (Subject(name), self._inquiry.ask_about(name)), lambda: ready() is not None)
+                patience.look(lambda: (Subject(name), self._stall_query.ask_about(name)), lambda: ready() is not None)
 
     def _start_deferred(self) -> None:
         while self._deferred:

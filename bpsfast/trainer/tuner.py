@@ -19,7 +19,7 @@ from ..orchestration.messages import TensorSpec
 from .gradient_layout import GradientLayout, LayoutSizes
 from .session import Session
 from .tuning_search import TuningPoint
-from .tuning_trials import Decision, TuningRun
+from .tuning_trials import Decision, RecordedTrials
 
 log = logging.getLogger("bpsfast.tuner")
 
@@ -39,43 +39,42 @@ class Tuner:
     *tuned*: the result of an earlier job (rank 0's counts), which is used without a search.
     """
 
-    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
-                 by_urgency: Sequence[str], tuned: TuningPoint | None = None) -> None:
+    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], layout: GradientLayout,
+                 by_priority: Sequence[str], tuned: TuningPoint | None = None) -> None:
         self._session = session
         self._name = f"Tuning of {name}"
         self._specs = specs
-        self._by_urgency = list(by_urgency)
-        self._first = edition
+        self._by_priority = list(by_priority)
+        self._first = layout
         settings = session.settings
         present = TuningPoint(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
-                        settings.tcp_streams)
-        self._settings_cut = present.cut
+                              settings.tcp_streams)
+        self._settings_layout = present.layout
         self._point = present
-        self._editions = {present.cut: edition}
-        self._leaving: dict[tuple[int, int, int], int] = {}  # cut -> steps until it is retired
+        self._layouts = {present.layout: layout}
+        self._leaving: dict[tuple[int, int, int], int] = {}  # sizes -> steps until it is retired
         self._dropped: list[GradientLayout] = []
         self._coming: GradientLayout | None = None
         self._coming_point = present
         self._coming_state = [0, 0]  # ready, failed
-        self._n_editions = 0
+        self._n_layouts = 0
         self._number = 0  # of the last decision that was obeyed
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = TuningRun(session, specs, present, tuned) if session.rank == 0 else None
+        self._runner = RecordedTrials(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
 
     @property
     def best(self) -> TuningPoint | None:
         """The best point so far, as far as this rank knows: before the end of the search only rank 0 does."""
-        if self._pilot is not None:
-            return self._pilot.best
+        if self._runner is not None:
+            return self._runner.best
         return self._point if self._is_last else None
 
     @property
     def is_over(self) -> bool:
-        """Whether tuning is complete."""
         return self._is_last and not self._leaving and not self._dropped
 
     def announce(self) -> None:
@@ -88,8 +87,8 @@ class Tuner:
             self._look_after_coming()
             words = unit.staging.array[:8 * _N_WORDS].view(np.float64)
             words[:] = 0
-            if self._pilot is not None:
-                words[:_READY] = _encoded(self._pilot.decision)
+            if self._runner is not None:
+                words[:_READY] = _encoded(self._runner.decision)
             words[_READY], words[_FAILED] = self._coming_state
             unit.push()
         self._announced = True
@@ -97,10 +96,7 @@ class Tuner:
     def conclude(self, timeout_s: float) -> GradientLayout:
         """Wait for the small tensor, carry out the decision, and return the layout of the next step.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`.
+        Raises `StallError` or `PeerLostError` as `push_pull`.
         """
         unit = None if self._is_last else self._session.tensors.unit(self._name)
         if unit is not None:
@@ -108,7 +104,7 @@ class Tuner:
         self._retire(timeout_s)
         self._announced = False
         if unit is None:
-            return self._editions[self._point.cut]
+            return self._layouts[self._point.layout]
         used = self._point
         words = unit.view(unit.round)[:8 * _N_WORDS].view(np.float64).tolist()
         number, is_last, active, coming = _decoded(words)
@@ -118,42 +114,42 @@ class Tuner:
         elif self._coming is not None and words[_FAILED]:
             self._drop()
         elif self._coming is not None and words[_READY] == self._session.size:
-            self._editions[self._coming_point.cut] = self._coming
+            self._layouts[self._coming_point.layout] = self._coming
             self._coming = None
             self._use(self._coming_point)
         if is_last:
             self._end()
         now = time.monotonic()
-        if self._pilot is not None and self._ended and not is_last:
-            self._pilot.observe(used, now - self._ended)
+        if self._runner is not None and self._ended and not is_last:
+            self._runner.observe(used, now - self._ended)
         self._ended = now
-        return self._editions[self._point.cut]
+        return self._layouts[self._point.layout]
 
     # -- the same on all ranks -------------------------------------------------------------------------------------
 
     def _obey(self, active: TuningPoint, coming: TuningPoint | None) -> None:
-        if active.cut not in self._editions:
+        if active.layout not in self._layouts:
             raise ProtocolError(f"rank 0 has decided for {active}, for which this rank has no layout: a bug in bpsfast")
         if self._coming is not None:  # a new decision before it was ready
             self._dropped.append(self._coming)
             self._coming, self._coming_state = None, [0, 0]
-        kept = {active.cut} | ({coming.cut} if coming is not None else set())
-        for cut in self._editions:
-            if cut in kept:
-                self._leaving.pop(cut, None)
+        kept = {active.layout} | ({coming.layout} if coming is not None else set())
+        for sizes in self._layouts:
+            if sizes in kept:
+                self._leaving.pop(sizes, None)
             else:
-                self._leaving.setdefault(cut, _N_LINGER)
+                self._leaving.setdefault(sizes, _N_LINGER)
         self._use(active)
-        if coming is not None and coming.cut in self._editions:
+        if coming is not None and coming.layout in self._layouts:
             self._use(coming)
         elif coming is not None:
-            self._n_editions += 1
+            self._n_layouts += 1
             self._coming_point, self._coming_state = coming, [0, 0]
-            cut = LayoutSizes() if coming.cut == self._settings_cut else LayoutSizes(*coming.cut)
-            self._coming = GradientLayout(self._session, self._specs, self._n_editions, cut, self._first.device)
+            sizes = LayoutSizes() if coming.layout == self._settings_layout else LayoutSizes(*coming.layout)
+            self._coming = GradientLayout(self._session, self._specs, self._n_layouts, sizes, self._first.device)
 
     def _use(self, point: TuningPoint) -> None:
-        if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
+        if self._runner is not None and point.credit_nbytes != self._point.credit_nbytes:
             own = self._session.settings.credit_bytes  # 0: back to every node's own setting
             self._session.set_credit(0 if point.credit_nbytes == own else point.credit_nbytes)
         self._point = point
@@ -163,17 +159,14 @@ class Tuner:
         assert self._coming is not None
         self._dropped.append(self._coming)
         self._coming, self._coming_state = None, [0, 0]
-        if self._pilot is not None:
-            self._pilot.failed(self._coming_point)
+        if self._runner is not None:
+            self._runner.failed(self._coming_point)
 
     def _end(self) -> None:
         self._is_last = True
-        unit = self._session.tensors.unit(self._name)
-        staging = unit.staging
-        self._session.retire([unit])
-        self._session.memory.release(staging)
-        if self._pilot is not None:
-            self._pilot.save()
+        self._session.retire([self._session.tensors.unit(self._name)], releases_staging=True)
+        if self._runner is not None:
+            self._runner.save()
 
     # -- on each rank independently --------------------------------------------------------------------------------
 
@@ -183,7 +176,7 @@ class Tuner:
             return
         try:
             if self._coming.is_committed:
-                self._coming.lay_out(self._by_urgency, self._first)
+                self._coming.lay_out(self._by_priority, self._first)
                 self._coming_state = [1, 0]
         except BpsError as exc:
             self._session.port.check()  # the end of the job is not a refusal
@@ -193,22 +186,22 @@ class Tuner:
     def _retire(self, timeout_s: float) -> None:
         if not self._counted:  # once a step, also if it is ended twice
             self._counted = True
-            self._leaving = {cut: left - 1 for cut, left in self._leaving.items()}
-        for cut in [cut for cut, left in self._leaving.items() if left <= 0]:
-            edition = self._editions[cut]
-            edition.retire(timeout_s, keeps_input=edition is self._first)
-            del self._editions[cut], self._leaving[cut]
-        for edition in list(self._dropped):
+            self._leaving = {sizes: left - 1 for sizes, left in self._leaving.items()}
+        for sizes in [sizes for sizes, left in self._leaving.items() if left <= 0]:
+            layout = self._layouts[sizes]
+            layout.retire(timeout_s, keeps_input=layout is self._first)
+            del self._layouts[sizes], self._leaving[sizes]
+        for layout in list(self._dropped):
             try:
-                is_there = edition.is_committed
+                is_there = layout.is_committed
             except BpsError:
                 self._session.port.check()
-                self._dropped.remove(edition)
-                edition.abandon()
+                self._dropped.remove(layout)
+                layout.abandon()
             else:
                 if is_there:
-                    self._dropped.remove(edition)
-                    edition.retire(timeout_s, keeps_input=False)
+                    self._dropped.remove(layout)
+                    layout.retire(timeout_s, keeps_input=False)
 
 
 def _encoded(decision: Decision) -> list[float]:

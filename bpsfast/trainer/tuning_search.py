@@ -18,6 +18,21 @@ from ..orchestration.placement.shares import Machine, least_time_s
 
 #: More partitions than this under way to one peer make no difference.
 _MOST = 256.0
+#: Cost of a write per partition and peer on a busy machine: a node decides on every write in Python.
+_WRITE_S = 40e-6
+#: Powers of two around the settings' defaults.
+PARTITIONS = tuple(64_000 << i for i in range(11))
+FUSIONS = tuple(64_000 << 2 * i for i in range(5))
+CREDITS = tuple(1 << i for i in range(9))
+STREAMS = (1, 2, 4)
+#: Spread of ln(step time) of one measurement; correlation length of points, in factors of two.
+_NOISE, _LENGTH = 0.02, 2.0
+#: Spread of ln(step time) over the grid: least and most; from this many measurements on, twice the measured spread.
+_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
+#: Steps that are expected to take longer than this many times the best are not tried.
+DARING = 1.5
+#: The search ends below this expected improvement, a share of the best step time.
+WORTHWHILE = 0.01
 
 
 class TuningPoint(NamedTuple):
@@ -29,12 +44,12 @@ class TuningPoint(NamedTuple):
     n_streams: int
 
     @property
-    def cut(self) -> tuple[int, int, int]:
+    def layout(self) -> tuple[int, int, int]:
         """The values whose change needs another layout of the gradients."""
         return self.partition_nbytes, self.fusion_nbytes, self.n_streams
 
     @property
-    def place(self) -> tuple[float, ...]:
+    def coordinates(self) -> tuple[float, ...]:
         """Its coordinates for the search: log2 of partition, of fusion, of credit in partitions; half of log2 of
         streams, which mostly matter least.
         """
@@ -49,9 +64,6 @@ class TuningPoint(NamedTuple):
 
 def _short(nbytes: int) -> str:
     return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} KB"
-
-#: Cost of a write per partition and peer on a busy machine: a node decides on every write in Python.
-_WRITE_S = 40e-6
 
 
 def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[TuningPoint], float]:
@@ -77,30 +89,12 @@ def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[
 
     return expected
 
-#: Powers of two around the settings' defaults.
-PARTITIONS = tuple(64_000 << i for i in range(11))
-FUSIONS = tuple(64_000 << 2 * i for i in range(5))
-CREDITS = tuple(1 << i for i in range(9))
-STREAMS = (1, 2, 4)
-#: Spread of ln(step time) of one measurement; correlation length of points, in factors of two.
-_NOISE, _LENGTH = 0.02, 2.0
-#: Spread of ln(step time) over the grid: least and most; from this many measurements on, twice the measured spread.
-_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
-#: Steps that are expected to take longer than this many times the best are not tried.
-DARING = 1.5
-#: The search ends below this expected improvement, a share of the best step time.
-WORTHWHILE = 0.01
-
 
 class Search:
     """Measured points, and what to try next.
 
-    Parameters
-    ----------
-    expect
-        The relative step time that a model expects at a point. Measurements overrule it.
-    streams
-        Numbers of streams that may be tried.
+    *expect*: the relative step time that a model expects at a point. Measurements overrule it. *streams*: numbers of
+    streams that may be tried.
     """
 
     def __init__(self, expect: Callable[[TuningPoint], float] = lambda point: 1.0,
@@ -147,12 +141,12 @@ class Search:
 
         A description that is mostly of other directions says little of this one.
         """
-        best = np.array(self.best.place)
-        way = np.array(point.place) - best
+        best = np.array(self.best.coordinates)
+        way = np.array(point.coordinates) - best
         axis = int(np.argmax(np.abs(way)))
         if (np.delete(np.abs(way), axis) > 0.1).any() or not abs(way[axis]) > 0.1:
             return False
-        tried = np.array([other.place for other in self.measured]) - best
+        tried = np.array([other.coordinates for other in self.measured]) - best
         along = (np.delete(np.abs(tried), axis, axis=1) <= 0.1).all(axis=1)
         known = along & (tried[:, axis] * way[axis] > 0) & (np.abs(tried[:, axis]) <= 2.1)
         return not known.any()
@@ -160,11 +154,11 @@ class Search:
     def _reachable(self) -> list[TuningPoint]:
         """Points of the grid at most two factors of two (fusion: one of four) beside what did well."""
         good_s = self.measured[self.best] * 1.15
-        places = np.array([point.place for point, step_s in self.measured.items() if step_s <= good_s])
+        places = np.array([point.coordinates for point, step_s in self.measured.items() if step_s <= good_s])
         grid = [point for point in self._grid if point not in self._refused]
         if not grid:
             return []
-        apart = np.abs(np.array([point.place for point in grid])[:, None, :] - places[None, :, :])
+        apart = np.abs(np.array([point.coordinates for point in grid])[:, None, :] - places[None, :, :])
         near = (apart <= 2.1).all(axis=2) & ((apart > 0.6).sum(axis=2) <= 2)
         return [point for point, is_near in zip(grid, near.any(axis=1)) if is_near]
 
@@ -186,7 +180,7 @@ class Search:
 
 
 def _likeness(a: list[TuningPoint], b: list[TuningPoint]) -> np.ndarray:
-    x, y = np.array([point.place for point in a]), np.array([point.place for point in b])
+    x, y = np.array([point.coordinates for point in a]), np.array([point.coordinates for point in b])
     squares = ((x[:, None, :] - y[None, :, :]) ** 2).sum(axis=2)
     return np.exp(-squares / (2 * _LENGTH**2))
 

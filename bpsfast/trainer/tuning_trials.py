@@ -26,10 +26,14 @@ from ..orchestration.placement.shares import Machine
 from .session import Session
 from .tuning_search import STREAMS, Search, TuningPoint, expectation
 
+log = logging.getLogger("bpsfast.tuner")
+
 #: Steps that a trial measures; first steps of a job, which are not measured because memory is allocated in them.
 N_MEASURED, N_COLD = 3, 3
 #: A step this many times the best one's median ends its trial, if the one before it was no better.
 HOPELESS = 1.25
+#: After this many steps the best point so far stays.
+_MOST_STEPS = 60
 
 
 class Decision(NamedTuple):
@@ -55,26 +59,19 @@ class Trial(NamedTuple):
 
 
 class TrialRunner:
-    """Decides after every step.
+    """Decides after every step which point the next steps use.
 
-    Parameters
-    ----------
-    present, default
-        The settings of the job, and the default settings.
-    stored
-        The result of an earlier job, which is used without a search.
-    max_steps
-        After this many steps the best point so far stays.
+    *present* and *default* are the job's settings and the default settings. *stored* is the result of an earlier job,
+    which is used without a search.
     """
 
-    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None,
-                 max_steps: int = 60) -> None:
+    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint,
+                 stored: TuningPoint | None = None) -> None:
         self.trials: list[Trial] = []
         self.n_steps = 0
         self.decision = Decision(0, present)
         self._search = search
         self._default = default
-        self._max_steps = max_steps
         self._stored = stored
         self._trying, self._reason = present, "present"
         self._used: TuningPoint | None = None
@@ -83,7 +80,6 @@ class TrialRunner:
 
     @property
     def best(self) -> TuningPoint:
-        """The best point so far."""
         return self._search.best if self._search.measured else self.decision.active
 
     def observe(self, point: TuningPoint, step_s: float) -> Decision:
@@ -106,7 +102,7 @@ class TrialRunner:
             self._before_s = step_s
             if len(self._samples) >= N_MEASURED or hopeless:
                 self._conclude()
-        if self.n_steps >= self._max_steps and not self.decision.is_last:
+        if self.n_steps >= _MOST_STEPS and not self.decision.is_last:
             self._decide(self.best, None, is_last=True)
         return self.decision
 
@@ -143,8 +139,6 @@ class TrialRunner:
 
     def _decide(self, active: TuningPoint, coming: TuningPoint | None, is_last: bool = False) -> None:
         self.decision = Decision(self.decision.number + 1, active, coming, is_last)
-
-log = logging.getLogger("bpsfast.tuner")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,11 +197,10 @@ def plain(result: Result) -> dict[str, Any]:
         "trials": [{**trial._asdict(), "point": trial.point._asdict()} for trial in result.trials],
     }
 
-log = logging.getLogger("bpsfast.tuner")
 
-
-class TuningRun:
-    """Tunes *specs* in the job of *session*, starting at *present*. Rank 0, one thread.
+class RecordedTrials(TrialRunner):
+    """The trials of *specs* in the job of *session*, starting at *present*; stores and reports results. Rank 0, one
+    thread.
 
     *tuned*: the point that was saved with the model, if any, which is used without a search.
     """
@@ -225,53 +218,43 @@ class TuningRun:
         search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]),
                         STREAMS if by_tcp else [settings.tcp_streams])
         default = TuningPoint(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes,
-                        usual.tcp_streams if by_tcp else settings.tcp_streams)
+                              usual.tcp_streams if by_tcp else settings.tcp_streams)
         chosen = tuned or (stored.chosen if stored is not None else None)
         if chosen is not None and not by_tcp:
             chosen = chosen._replace(n_streams=settings.tcp_streams)
-        self._pilot = TrialRunner(search, present, default, chosen)
-        self._n_trials = 0
+        super().__init__(search, present, default, chosen)
+        self._n_reported = 0
         if tuned is not None:
             log.info("using the tuning that was saved with the model: %s", tuned)
         elif stored is not None:
             log.info("using the tuning found earlier for this model and cluster: %s (%s)", stored.chosen, self._file)
 
-    @property
-    def decision(self) -> Decision:
-        """What all ranks are to do."""
-        return self._pilot.decision
+    def observe(self, point: TuningPoint, step_s: float) -> Decision:
+        """As `TrialRunner.observe`; report the trials."""
+        super().observe(point, step_s)
+        return self._reported()
 
-    @property
-    def best(self) -> TuningPoint:
-        """The best so far."""
-        return self._pilot.best
-
-    def observe(self, point: TuningPoint, step_s: float) -> None:
-        """Note that a step at *point* took *step_s*."""
-        self._pilot.observe(point, step_s)
-        self._tell()
-
-    def failed(self, point: TuningPoint) -> None:
-        """Note that *point* is not possible."""
-        self._pilot.failed(point)
-        self._tell()
+    def failed(self, point: TuningPoint) -> Decision:
+        """As `TrialRunner.failed`; report the trials."""
+        super().failed(point)
+        return self._reported()
 
     def save(self) -> None:
         """Store the result at the end of the search."""
-        result = self._result(is_over=True)
-        if not self._pilot.trials:
+        if not self.trials:
             return  # it is stored already
+        result = self._result(is_over=True)
         write(self._file, result)
         if self._report is not None:
             write(self._report, result)
         log.info("tuned in %d steps and %d trials: %s (stored in %s)", result.n_steps, len(result.trials),
                  result.chosen, self._file)
 
-    def _tell(self) -> None:
-        if self._report is not None and len(self._pilot.trials) != self._n_trials:
-            self._n_trials = len(self._pilot.trials)
+    def _reported(self) -> Decision:
+        if self._report is not None and len(self.trials) != self._n_reported:
+            self._n_reported = len(self.trials)
             write(self._report, self._result(is_over=False))
+        return self.decision
 
     def _result(self, is_over: bool) -> Result:
-        return Result(chosen=self._pilot.best, trials=tuple(self._pilot.trials), n_steps=self._pilot.n_steps,
-                            is_over=is_over)
+        return Result(chosen=self.best, trials=tuple(self.trials), n_steps=self.n_steps, is_over=is_over)

@@ -19,13 +19,12 @@ from ..base.dtypes import TABLE
 from ..base.settings import Settings
 from ..base.trace_records import Part
 from ..gpu.copies import CopyToDevice
-from ..gpu.device import Device, DeviceSegment
+from ..gpu.device import DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
-from .chunk_descriptors import SlidingWindow, is_worth, n_slots
-from .device_input import DeviceInput
+from .chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from .guarded_port import GuardedPort
 from .input_memory import InputMemory, Region
 from .step_clock import StepClock
@@ -33,6 +32,8 @@ from .step_clock import StepClock
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
 NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
+#: A segment on another rank's device.
+_ELSEWHERE = DeviceSegment(-1, None)
 #: A wait for a device checks this often whether the session was closed.
 _SLICE_S = 0.1
 
@@ -47,13 +48,9 @@ class UnitOwner(Protocol):
     local_size: int
     n_nodes: int
     n_helpers: int
-    devices: Any
 
-    def require_open(self) -> None:
-        """Raise `ClosedError` if it is closed, or another process's."""
-
-    def retire(self, units: Sequence[Unit]) -> None:
-        """Retire *units*."""
+    def require_open(self) -> None: ...
+    def retire(self, units: Sequence[Unit], releases_staging: bool = False) -> None: ...
 
 
 class Unit:
@@ -69,7 +66,7 @@ class Unit:
         self.number = plan.unit
         self.name = plan.name
         self.nbytes = plan.nbytes
-        self.urgency = -plan.priority  # the least is the most urgent
+        self.priority = plan.priority
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
         self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds
@@ -99,7 +96,6 @@ class Unit:
         self._runs = runs(ready, segments, on_device)
         #: Numbers of the partitions whose results lie on a device of this machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
-        self._landing: DeviceInput | None = None
         self._readers: list[tuple[int, CopyToDevice]] = []  # (round, copy to a device that may go on)
 
     def titles(self) -> dict[int, Part]:
@@ -121,22 +117,11 @@ class Unit:
                 self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
-    def device_input(self, device: Device) -> DeviceInput:
-        """Return the memory of its input when that comes from *device*, allocated at the first use."""
-        if self._landing is None:
-            own = sorted(number for number in self.on_device if self._lies_here(number))
-            staging = self.staging if len(own) < self.n_parts or not self.n_parts else None
-            with self._lock:
-                if self._landing is None:
-                    place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
-                    offsets = {number: at * self.stride for at, number in enumerate(own)}
-                    self._landing = DeviceInput(staging, place, offsets, self.stride)
-        return self._landing
-
-    def _lies_here(self, number: int) -> bool:
-        """Whether the result of a partition that is on a device is on this rank's device."""
-        segment = self._run_at(number * self.stride).segment
-        return isinstance(segment, DeviceSegment) and segment.memory is not None
+    def parts_on_own_device(self) -> list[int]:
+        """Return the numbers of the partitions whose results lie on this rank's device."""
+        segments = {number: self._run_at(number * self.stride).segment for number in sorted(self.on_device)}
+        return [number for number, segment in segments.items()
+                if isinstance(segment, DeviceSegment) and segment.memory is not None]
 
     def _require_host(self, what: str) -> None:
         if self.on_device:
@@ -155,12 +140,8 @@ class Unit:
         Bytes inside one of this rank's segments are announced where they are; others are copied into `staging`,
         partition by partition, each announced as soon as it is whole. In either case they must not change before the
         round is complete (after the copy, only the copy counts). *nbytes*: how many there are at *address*, which must
-        be all; in `staging`, how many are input (None: all).
-
-        Raises
-        ------
-        BusyError
-            If the previous round was not waited for.
+        be all; in `staging`, how many are input (None: all). Raises `BusyError` if the previous round was not waited
+        for.
         """
         place, session = None, self.session
         if address is not None:
@@ -178,7 +159,7 @@ class Unit:
         if not self.n_parts:
             return round
         if place is not None:
-            session.port.submit(self.first_part, self.n_parts, round, *place, self.nbytes)
+            session.port.submit(self.first_part, self.n_parts, round, *place, False, self.nbytes)
         else:
             assert address is not None, "what lies in staging is not copied there"
             session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
@@ -189,7 +170,7 @@ class Unit:
         """Take part in a round without contributing and return the round."""
         round = self._begin(0)
         if self.n_parts:
-            self.session.port.submit_empty(self.first_part, self.n_parts, round)
+            self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, True)  # empty
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
@@ -221,7 +202,7 @@ class Unit:
         partly overwritten.
         """
         session = self.session
-        slots = n_slots(session.local_size)
+        at_once = n_at_once(session.local_size)
         if (not is_worth(self.n_parts, session.local_size) or nbytes != self.nbytes or self.on_device
                 or session.n_nodes + session.n_helpers > 1 or 0 < abs(source - destination) < nbytes
                 or session.memory.locate(source, nbytes) is not None
@@ -229,14 +210,14 @@ class Unit:
             return False
         with self._lock:
             if self._sliding is None and not self.is_retired:
-                region = self._staging or session.memory.allocate(slots * self.stride)
-                self._sliding = SlidingWindow(self, region, slots)
+                region = self._staging or session.memory.allocate(at_once * self.stride)
+                self._sliding = SlidingWindow(self, region, at_once)
             sliding = self._sliding
         round = self._begin(nbytes)
         assert sliding is not None, "a round of what was retired does not begin"
         try:
-            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.slots,
-                                lambda number: (self, self.first_part + number, round), timeout_s)
+            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.at_once,
+                                            lambda number: (self, self.first_part + number, round), timeout_s)
         except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
             raise
@@ -295,12 +276,8 @@ class Unit:
     def wait(self, round: int, timeout_s: float) -> None:
         """Wait until *round* is complete.
 
-        Raises
-        ------
-        StallError
-            After *timeout_s* seconds, naming who is missing.
-        PeerLostError
-            If the job was aborted or the node died.
+        Raises `StallError` after *timeout_s* seconds, naming who is missing. Raises `PeerLostError` if the job was
+        aborted or the node died.
         """
         if self.n_parts and round != self._complete:
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
@@ -336,7 +313,7 @@ class Unit:
                 assert isinstance(run.segment, Segment), "none lies on a device"
                 source = run.segment.address + run.offsets[round & 1] + at - run.begin
                 self.session.port.deliver(self, address + at - offset, source, piece, self.first_part + part, round,
-                                           max(0.0, deadline - time.monotonic()))
+                                          max(0.0, deadline - time.monotonic()))
                 at += piece
         if nbytes == self.nbytes:
             self._complete = round
@@ -353,7 +330,6 @@ class Unit:
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
 
     def result_segments(self) -> list[Segment]:
-        """Return the host segments of the results."""
         return list(dict.fromkeys(run.segment for run in self._runs if isinstance(run.segment, Segment)))
 
     def add_reader(self, round: int, reader: CopyToDevice) -> None:
@@ -362,13 +338,7 @@ class Unit:
             self._readers = [each for each in self._readers if not each[1].is_finished] + [(round, reader)]
 
     def await_readers(self) -> None:
-        """Wait until no copy reads a result any more.
-
-        Raises
-        ------
-        StallError
-            If a device does not finish in time.
-        """
+        """Wait until no copy reads a result any more. Raises `StallError` if a device does not finish in time."""
         self._await_readers([reader for _, reader in self._readers])
 
     def _reading(self, round: int) -> list[CopyToDevice]:
@@ -428,12 +398,6 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._sliding = None
-            device_input, self._landing = self._landing, None
-        if device_input is not None and device_input.place is not None:
-            self.session.devices.direct.release(device_input.place)
-
-#: A segment on another rank's device.
-_ELSEWHERE = DeviceSegment(-1, None)
 
 
 class ResultRun(NamedTuple):

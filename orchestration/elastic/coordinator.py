@@ -1,13 +1,13 @@
 """Decides who trains next in an elastic job. Pure; `bpsfast.launch.elastic_service` carries it out.
 
 A job's members are fixed. When one of them is lost, or others want to join, the job ends and the next one is formed of
-those that have come to the coordinator. Processes are *members*, numbered in the order in which they were started; a
-*seat* is a member's place in a job, and its position in the list is its rank.
+those that have come to the coordinator. Processes are *members*, numbered in the order in which they were started; the
+members of a job are the *holders* of its ranks, in the order of ranks.
 
     policy    a lost member               the next job is complete when                    else, by the deadline
     abort     ends everything             (no member is lost, and all have come)           -
     shrink    is left out                 all others have come; they are a majority        absent members are ended
-    wait      another takes its seat      every seat is taken                              StallError
+    wait      another takes its rank      every rank is taken                              StallError
 
 *Majority* is of the last job's voters: its nodes with ranks, and the coordinator itself. The coordinator is one
 process, which all must reach, so two halves of a job can never both go on; a majority is required because a job that
@@ -30,9 +30,10 @@ _MOST_NAMES = 8
 
 
 class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user wants. `within_s`: how long forming a job may take, from the last loss on (or the first arrival).
+    """What the user has set for lost workers.
 
-    `max_replaced`: the most lost workers that are replaced while the program runs.
+    `within_s`: how long forming a job may take, from the last loss on (or the first arrival). `max_replaced`: the most
+    lost workers that are replaced while the program runs.
     """
 
     lost_worker: LostWorker = "abort"
@@ -43,7 +44,7 @@ class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankHolder(NamedTuple):
-    """The member that has a place in a job, and its node ("": not known before the first job)."""
+    """The member that has a rank in a job, and its node ("": not known before the first job)."""
 
     member: int
     node: str
@@ -70,36 +71,30 @@ class Exclude(NamedTuple):
 
 
 class ElasticCoordinator:
-    """Which members have come and which are lost, and who comes next. Times are seconds of one clock, given by the
-    caller.
+    """Records which members have come or are lost, and decides who forms the next job.
 
-    Parameters
-    ----------
-    members
-        Those of the first job, by rank.
+    *members*: those of the first job, by rank. Times are seconds of one clock, given by the caller.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int]) -> None:
         self.rules = rules
         self.number = 0  # of the job that was formed last
-        self.seats = tuple(RankHolder(member, "") for member in members)
+        self.holders = tuple(RankHolder(member, "") for member in members)
         self.is_running = False
         self.is_over = False  # a rank has ended its training, together with all others
         self.failure: Fail | None = None
         self.n_replaced = 0
-        self._come: dict[int, str] = {}  # and wait: member -> its node
-        self._lost: dict[int, str] = {}  # of the seats: how it ended
-        self._left: set[int] = set()  # of the seats, those that ended well
-        self._instead: dict[int, int] = {}  # a lost member of a seat -> who was started for it
+        self._come: dict[int, str] = {}  # members that wait -> their nodes
+        self._lost: dict[int, str] = {}  # holder -> how it ended
+        self._left: set[int] = set()  # holders that ended well
+        self._instead: dict[int, int] = {}  # a lost holder -> the member that was started for it
         self._began_s: float | None = None
-        self._with_state: set[int] = set()  # of those who live
-        self._has_begun = False  # somebody has had a state that must not be lost
-        self._n_commits = 0  # of the training, as far as those who have come have said
+        self._with_state: set[int] = set()  # members that live
+        self._has_begun = False  # whether a member has had a state, which must not be lost
+        self._n_commits = 0  # of the training, as far as arrived members have told
         self._n_commits_before = 0  # when the last job was formed
-        self._failed: dict[int, str] = {}  # of the seats: why the last job has failed, as they say
+        self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
         self._n_fruitless = 0  # jobs in a row
-
-    # -- what happens ----------------------------------------------------------------------------------------------
 
     def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
              reason: str = "") -> None:
@@ -110,12 +105,12 @@ class ElasticCoordinator:
         """
         self._come[member] = node
         self._n_commits = max(self._n_commits, n_commits)
-        if reason and self.has_seat(member):
+        if reason and self.holds_rank(member):
             self._failed[member] = reason
         if has_state:
             self._with_state.add(member)
             self._has_begun = True
-        if self.has_seat(member):
+        if self.holds_rank(member):
             self.is_running = False
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
@@ -124,8 +119,8 @@ class ElasticCoordinator:
         """Note that *member*'s process was lost: *how* in words."""
         self._come.pop(member, None)
         self._with_state.discard(member)
-        self._instead = {seat: other for seat, other in self._instead.items() if other != member}
-        if self.has_seat(member):
+        self._instead = {holder: other for holder, other in self._instead.items() if other != member}
+        if self.holds_rank(member):
             self._lost[member] = how
             self.is_running = False
             self._began_s = now_s
@@ -133,14 +128,12 @@ class ElasticCoordinator:
     def left(self, member: int) -> None:
         """Note that *member*'s process has ended well. If all have, there is nothing left to join."""
         self._come.pop(member, None)
-        if self.has_seat(member):
+        if self.holds_rank(member):
             self._left.add(member)
-            self.is_over = self.is_over or all(seat.member in self._left for seat in self.seats)
+            self.is_over = self.is_over or all(holder.member in self._left for holder in self.holders)
 
     def done(self) -> None:
-        """Note that the training has ended, on all ranks together: there is no next job, and no member is missed any
-        more.
-        """
+        """Note that the training has ended on all ranks: there is no next job, and no member is missed any more."""
         self.is_over = True
 
     def replaced(self, member: int, by: int, now_s: float) -> None:
@@ -149,11 +142,9 @@ class ElasticCoordinator:
         self._began_s = now_s
         self.n_replaced += 1
 
-    # -- what follows ----------------------------------------------------------------------------------------------
-
-    def has_seat(self, member: int) -> bool:
+    def holds_rank(self, member: int) -> bool:
         """Whether *member* is in the last job, or is to be in the first."""
-        return any(seat.member == member for seat in self.seats)
+        return any(holder.member == member for holder in self.holders)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -164,18 +155,19 @@ class ElasticCoordinator:
     def awaited(self) -> str:
         """What the waiting members wait for, in words."""
         if self.is_running:
-            return f"job {self.number}, of {len(self.seats)} ranks, runs and has let nobody in (State.commit or check)"
+            n_ranks = len(self.holders)
+            return f"job {self.number}, of {n_ranks} ranks, runs and has let nobody in (State.commit or check)"
         places = self._places()
-        absent = [seat.member for seat in self._survivors() if seat.member not in self._come]
+        absent = [holder.member for holder in self._survivors() if holder.member not in self._come]
         if absent or None in places:
             return self._who_is_missing(absent, places.count(None))
         return f"{len(places) + len(self._joining())} ranks have come, and min_ranks is {self.rules.min_ranks}"
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """The waiting members without a seat in the last job that were not started for one, as many as may join."""
+        """The waiting members without a rank in the last job that were not started for one, as many as may join."""
         meant = set(self._instead.values())
-        found = [member for member in self.waiting if not self.has_seat(member) and member not in meant]
+        found = [member for member in self.waiting if not self.holds_rank(member) and member not in meant]
         return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
 
     @property
@@ -211,14 +203,14 @@ class ElasticCoordinator:
         if self.rules.lost_worker == "abort":
             return Fail("PeerLostError", f"{self._losses()}; the policy for lost workers is abort")
         survivors = self._survivors()
-        if self.number == 0:  # nobody has any state yet
+        if self.number == 0:  # no member has a state yet
             return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
         if not survivors:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
-        if self._has_begun and all(seat.member in self._come and seat.member not in self._with_state
-                                   for seat in survivors):
+        if self._has_begun and all(holder.member in self._come and holder.member not in self._with_state
+                                   for holder in survivors):
             return Fail("PeerLostError", f"no quorum: {self._losses()}: the others were not given the state yet")
-        before, after = ({seat.node for seat in seats} for seats in (self.seats, survivors))
+        before, after = ({holder.node for holder in holders} for holders in (self.holders, survivors))
         if self.rules.lost_worker == "shrink" and 2 * (len(after) + 1) <= len(before) + 1:
             return Fail("PeerLostError", f"no quorum: {self._losses()}; ranks are left on {len(after)} of "
                                          f"{len(before)} nodes, which with the launcher are {len(after) + 1} of "
@@ -227,15 +219,15 @@ class ElasticCoordinator:
 
     def _verdict(self, is_due: bool) -> Form | Fail | Exclude | None:
         places = self._places()
-        absent = tuple(seat.member for seat in self._survivors() if seat.member not in self._come)
-        open_seats = places.count(None)
-        if absent or open_seats:
+        absent = tuple(holder.member for holder in self._survivors() if holder.member not in self._come)
+        open_ranks = places.count(None)
+        if absent or open_ranks:
             if not is_due:
                 return None
             if absent and self.rules.lost_worker == "shrink" and self.number:
                 return Exclude(absent)
             return Fail("StallError", f"the next job was not complete within {self.rules.within_s:g} s: "
-                                      f"{self._who_is_missing(absent, open_seats)}")
+                                      f"{self._who_is_missing(absent, open_ranks)}")
         order = tuple(member for member in places if member is not None) + self._joining()
         if len(order) < max(1, self.rules.min_ranks):
             return Fail("StallError", f"no quorum: {len(order)} ranks have come within {self.rules.within_s:g} s, "
@@ -248,7 +240,7 @@ class ElasticCoordinator:
 
     def _was_fruitless(self, order: Sequence[int]) -> bool:
         """Whether the last job has failed, and the next one, of *order*, would be no better as far as is known."""
-        return (bool(self._failed) and not self._lost and all(self.has_seat(member) for member in order)
+        return (bool(self._failed) and not self._lost and all(self.holds_rank(member) for member in order)
                 and self._n_commits <= self._n_commits_before)
 
     def _enter(self, form: Form) -> None:
@@ -256,17 +248,17 @@ class ElasticCoordinator:
         self._n_commits_before = self._n_commits
         self._failed.clear()
         self.number, self.is_running, self._began_s = form.number, True, None
-        self.seats = tuple(RankHolder(member, self._come.pop(member)) for member in form.members)
+        self.holders = tuple(RankHolder(member, self._come.pop(member)) for member in form.members)
         self._lost.clear()
         self._left.clear()
         self._instead.clear()
 
     def _places(self) -> list[int | None]:
-        """Return the member for each seat that is not given up; None: none has come that could take it."""
-        spare = [member for member in self.waiting if not self.has_seat(member)
+        """Return the member for each rank that is not given up; None: none has come that could take it."""
+        spare = [member for member in self.waiting if not self.holds_rank(member)
                  and member not in self._instead.values()]
         places: list[int | None] = []
-        for member, _ in self.seats:
+        for member, _ in self.holders:
             if member in self._left:
                 continue
             if member not in self._lost:
@@ -275,31 +267,31 @@ class ElasticCoordinator:
                 meant = self._instead.get(member)
                 if meant in self._come:
                     places.append(meant)
-                else:  # whoever has come by himself will do, if nobody was started
+                else:  # any member that has come will do, if none was started
                     places.append(spare.pop(0) if meant is None and spare else None)
         return places
 
     def _joining(self) -> tuple[int, ...]:
-        """Return the members that come after all seats."""
+        """Return the members that get further ranks."""
         taken = self._places()
         return tuple(member for member in self.waiting if member not in taken
                      and member not in self._instead.values())[: max(0, self.rules.max_ranks - len(taken))]
 
     def _survivors(self) -> list[RankHolder]:
-        return [seat for seat in self.seats if seat.member not in self._lost and seat.member not in self._left]
+        return [holder for holder in self.holders if holder.member not in {*self._lost, *self._left}]
 
     def _losses(self) -> str:
         if not self._lost:
             return "none is lost"
-        rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
+        rank_of = {holder.member: rank for rank, holder in enumerate(self.holders)}
         return _listed(f"rank {rank_of[member]} (worker {member}) {how}" for member, how in self._lost.items())
 
-    def _who_is_missing(self, absent: Sequence[int], open_seats: int) -> str:
+    def _who_is_missing(self, absent: Sequence[int], open_ranks: int) -> str:
         said = []
         if absent:
             said.append(f"{_listed(f'worker {member}' for member in absent)} has not come")
-        if open_seats:
-            said.append(f"{open_seats} of {len(self.seats)} seats are not taken again ({self._losses()}; "
+        if open_ranks:
+            said.append(f"{open_ranks} of {len(self.holders)} ranks are not taken again ({self._losses()}; "
                         f"{self.n_replaced} replacements were started, {self.rules.max_replaced} may be)")
         return "; ".join(said)
 

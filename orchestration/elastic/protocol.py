@@ -34,7 +34,7 @@ class Come(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A worker: its training has ended, and that of all other ranks of its job."""
+    """A worker tells that its training has ended, and that of all other ranks of its job."""
 
     member: int
 
@@ -57,7 +57,7 @@ class Want(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """A holder of the key (`bpsfast add`): start *count* more workers. The reply is `Added`."""
+    """A holder of the key (`bpsfast add`) asks for *count* more workers. The reply is `Added`."""
 
     member: int
     count: int
@@ -71,7 +71,7 @@ class Added(msgspec.Struct, tag=True, frozen=True):
 
 
 class Formed(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: you are *rank* of *size* in *job*. `lost_worker`: the policy."""
+    """The coordinator tells a worker that it is *rank* of *size* in *job*. `lost_worker`: the policy."""
 
     job: int
     rank: int
@@ -80,38 +80,38 @@ class Formed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: there is no next job. `error`: the name of a class of `errors`."""
+    """The coordinator tells that there is no next job. `error`: the name of a class of `errors`."""
 
     error: str
     reason: str
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: the training has ended."""
+    """The coordinator tells that the training has ended."""
 
 
 class Wait(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator, every `WORD_EVERY_S`, to all waiting members: it lives, and this is what is awaited."""
+    """The coordinator tells all waiting members, every `WORD_EVERY_S`, that it lives, and what is awaited."""
 
     awaited: str
 
 
 class Void(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: *job* has lost a member; members that still join it must not wait for it."""
+    """The coordinator tells that *job* has lost a member; members that still join it must not wait for it."""
 
     job: int
     reason: str
 
 
 class Newcomers(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: *count* members wait to join those of *job*."""
+    """The coordinator tells that *count* members wait to join those of *job*."""
 
     job: int
     count: int
 
 
 class Value(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator: the value that was wanted."""
+    """The coordinator sends the value that a worker has asked for."""
 
     job: int
     key: str
@@ -123,9 +123,7 @@ _to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Wait | Void | New
 
 
 def stored_nbytes(key: str, value: str) -> int:
-    """Return the bytes that count against `MOST_STORED_NBYTES` and `MOST_VALUE_NBYTES`: UTF-8, and the cost of an
-    entry.
-    """
+    """Return the bytes that count against the limits of the store: UTF-8, and the cost of an entry."""
     return len(key.encode()) + len(value.encode()) + 256
 
 

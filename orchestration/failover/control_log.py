@@ -1,13 +1,12 @@
-"""What one node knows of its job, so that a scheduler that has lost its memory, or another one, learns it from all
-nodes.
+"""Records what one node knows of its job, from which a restarted scheduler, or another one, learns it again. Pure.
 
-The node records what it hears from the scheduler and what it says to it, and `account` repeats it: what was committed
-by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the nodes.
-Pure.
+The node records what it receives from the scheduler and what it sends to it, and `report` repeats it: what was
+committed by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the
+nodes.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,8 +19,7 @@ _UNITS_AT_ONCE = 256
 
 @dataclass
 class _Declaration:
-    """A declaration of a rank that was not answered; `first`: the position of its first tensor in all that it declared.
-    """
+    """An unanswered declaration; `first`: the position of its first tensor in all that the rank has declared."""
 
     rank: int
     first: int
@@ -30,9 +28,7 @@ class _Declaration:
 
 
 class ControlLog:
-    """Records one node's messages to and from the scheduler. *package* and *settings*: as in its `Join`. Owner thread
-    only.
-    """
+    """Records one node's messages to and from the scheduler; *package*, *settings*: as in `Join`. Owner thread only."""
 
     def __init__(self, package: str, settings: Mapping[str, str]) -> None:
         self._package = package
@@ -48,7 +44,7 @@ class ControlLog:
         self._committed = self._seen = self._next_unit = 0
         self._prepared: m.Plan | m.Recover | None = None
         self._units: dict[int, m.UnitPlan] = {}
-        self._lent: dict[int, m.OwnerChange] = {}
+        self._unfinished: dict[int, m.OwnerChange] = {}
         self._gone_from: dict[int, set[int]] = {}
         self._failed: dict[str, tuple[str, str, str]] = {}
         self._barrier = 0
@@ -63,19 +59,6 @@ class ControlLog:
         self._credit: dict[int, m.Credit] = {}
         self._lost_said: dict[str, m.Lost] = {}
         self._nodes_left: set[int] = set()
-        self._on_heard: dict[type, Callable[..., None]] = {
-            m.Welcome: self._welcomed, m.Rates: self._rated, m.Plan: self._planned, m.Recover: self._planned,
-            m.Commit: self._commit, m.Freeze: self._freeze, m.Retired: self._retired, m.Resume: self._resumed,
-            m.Joined: self._expect, m.NewcomerGone: self._not_coming,
-            m.DeclareFailed: self._declare_failed, m.BarrierDone: self._barrier_done, m.StallAnswer: self._answered,
-            m.LagAnswer: self._answered, m.KeyValueReply: self._answered,
-        }
-        self._on_said: dict[type, Callable[..., None]] = {
-            m.Measured: self._has_measured, m.Declare: self._declare, m.Retire: self._retire, m.Lost: self._lose,
-            m.BarrierEnter: self._enter, m.RankLeft: self._leave, m.StallQuestion: self._ask, m.LagQuestion: self._ask,
-            m.Lookup: self._ask, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Credit: self._set_credit,
-            m.PrepareFailed: self._unprepared, m.Ready: self._has_room, m.MemoryFreed: self._has_room,
-        }
 
     @property
     def left(self) -> set[int]:
@@ -89,21 +72,75 @@ class ControlLog:
 
     def heard(self, message: m.Message) -> None:
         """Record a message of the scheduler, before it is acted on."""
-        enter = self._on_heard.get(type(message))
-        if enter is not None:
-            enter(message)
+        match message:
+            case m.Welcome():
+                self._welcome, self._epoch, self._nodes = message, message.epoch, message.nodes
+                self._lost = set(message.lost)
+            case m.Joined():
+                self._nodes += (message.node,)
+                self._joining.add(message.node.index)
+            case m.NewcomerGone():
+                self._joining.discard(message.node)
+                self._lost.add(message.node)
+            case m.Rates():
+                self._rates = message.nic_rate_bytes
+            case m.Plan() | m.Recover():
+                self._prepared, self._seen = message, max(self._seen, message.generation)
+                self._next_unit = max([self._next_unit, *(unit.unit + 1 for unit in message.units)])
+            case m.Commit():
+                self._commit(message)
+            case m.Freeze():
+                self._freeze(message)
+            case m.Resume():
+                self._prepared = None
+                self._nodes += message.missed
+                self._lost.update(node.index for node in message.missed)
+            case m.Retired():
+                self._retired(message)
+            case m.DeclareFailed():
+                self._declare_failed(message)
+            case m.BarrierDone():
+                self._barrier = max(self._barrier, message.sequence)
+            case m.StallAnswer() | m.LagAnswer() | m.KeyValueReply():
+                self._answered(message)
 
     def said(self, message: m.Message) -> None:
         """Record a message of this node to the scheduler, for its ranks or itself."""
-        enter = self._on_said.get(type(message))
-        if enter is not None:
-            enter(message)
+        match message:
+            case m.Measured():
+                self._measured = message.nic_rate_bytes
+            case m.Declare():
+                self._declare(message)
+            case m.Retire():
+                for number in message.units:
+                    self._retiring.setdefault(number, set()).add(message.rank)
+            case m.BarrierEnter():
+                self._entered[message.rank] = message
+            case m.RankLeft():
+                self._left[message.rank] = message
+                self._asked = {key: asked for key, asked in self._asked.items() if key[0] != message.rank}
+            case m.StallQuestion() | m.LagQuestion() | m.Lookup():
+                self._asked[message.rank, message.question] = message
+            case m.Publish():
+                self._published[message.rank, message.key] = message
+                self._asked[message.rank, message.question] = message
+            case m.Withdraw():
+                self._published = {key: notice for key, notice in self._published.items()
+                                   if key[0] != message.rank or not key[1].startswith(message.prefix)}
+            case m.Credit():
+                self._credit[message.rank] = message
+            case m.Lost():
+                self._lost_said[message.who] = message
+            case m.Ready() | m.MemoryFreed():
+                self._ownable_nbytes = message.ownable_nbytes
+            case m.PrepareFailed():
+                self._ownable_nbytes, self._prepared = message.ownable_nbytes, None
 
     def record_peer_left(self, node: int) -> None:
         """Record that all ranks of *node* have left, as it says itself."""
         self._nodes_left.add(node)
 
-    def account(self, recall: int = 0) -> Iterator[m.Message]:
+    def report(self, recall: int = 0) -> Iterator[m.Message]:
         """Yield the messages for a scheduler that asks by *recall* (0: it has not asked). Call it after `Welcome`."""
         assert self._welcome is not None
         plan = self._prepared
@@ -114,7 +151,7 @@ class ControlLog:
             rates=self._rates, measured=self._measured, epoch=self._epoch, lost=tuple(sorted(self._lost)),
             frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
             prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
-            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._lent.values()),
+            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._unfinished.values()),
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
             ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
@@ -135,39 +172,18 @@ class ControlLog:
         yield from self._lost_said.values()
         yield m.RejoinComplete()
 
-    # -- what is heard ------------------------------------------------------------------------------------
-
-    def _welcomed(self, message: m.Welcome) -> None:
-        self._welcome, self._epoch, self._nodes = message, message.epoch, message.nodes
-        self._lost = set(message.lost)
-
-    def _expect(self, message: m.Joined) -> None:
-        self._nodes += (message.node,)
-        self._joining.add(message.node.index)
-
-    def _not_coming(self, message: m.NewcomerGone) -> None:
-        self._joining.discard(message.node)
-        self._lost.add(message.node)
-
-    def _rated(self, message: m.Rates) -> None:
-        self._rates = message.nic_rate_bytes
-
-    def _planned(self, message: m.Plan | m.Recover) -> None:
-        self._prepared, self._seen = message, max(self._seen, message.generation)
-        self._next_unit = max([self._next_unit, *(unit.unit + 1 for unit in message.units)])
-
     def _commit(self, message: m.Commit) -> None:
         plan, self._prepared = self._prepared, None
         if plan is None or plan.generation != message.generation:
-            return  # whoever acts on it says so
+            return  # the node itself reports that
         self._committed = message.generation
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
-            self._lent |= {each.part: each for each in plan.owner_changes if each.lacking}
+            self._unfinished |= {each.part: each for each in plan.owner_changes if each.lacking}
             for each in plan.owner_changes:
                 if each.giver >= 0:  # as in `Generations.owners_changed`
-                    self._lent.pop(each.part, None)
+                    self._unfinished.pop(each.part, None)
             return
         for said in self._declarations:
             said.waiting -= {member.name for unit in plan.units for member in unit.members}
@@ -180,11 +196,6 @@ class ControlLog:
         for node in message.lost:
             self._lost_said.pop(f"node {node}", None)
 
-    def _resumed(self, message: m.Resume) -> None:
-        self._prepared = None
-        self._nodes += message.missed
-        self._lost.update(node.index for node in message.missed)
-
     def _retired(self, message: m.Retired) -> None:
         plan = self._prepared
         if isinstance(plan, m.Recover):  # retired after that commit, of which this node is still to hear
@@ -195,7 +206,7 @@ class ControlLog:
             self._retiring.pop(number, None)
             if unit is not None:
                 for part in unit.parts:
-                    self._lent.pop(part.part, None)
+                    self._unfinished.pop(part.part, None)
                 if unit.store is not None:
                     self._gone_from.setdefault(unit.store_unit, set()).update(unit.ranks)
         alive = {unit.store_unit for unit in self._units.values()}
@@ -211,56 +222,13 @@ class ControlLog:
         if isinstance(plan, m.Plan) and names & {member.name for unit in plan.units for member in unit.members}:
             self._prepared = None
 
-    def _barrier_done(self, message: m.BarrierDone) -> None:
-        self._barrier = max(self._barrier, message.sequence)
-
     def _answered(self, message: m.StallAnswer | m.LagAnswer | m.KeyValueReply) -> None:
         question = self._asked.pop((message.rank, message.question), None)
         if isinstance(question, m.Publish) and isinstance(message, m.KeyValueReply) and message.error:
             self._published.pop((question.rank, question.key), None)
-
-    # -- what is said -------------------------------------------------------------------------------------
-
-    def _has_measured(self, message: m.Measured) -> None:
-        self._measured = message.nic_rate_bytes
 
     def _declare(self, message: m.Declare) -> None:
         first = self._n_declared.get(message.rank, 0)
         self._n_declared[message.rank] = first + len(message.tensors)
         self._declarations.append(_Declaration(message.rank, first, message.tensors,
                                                {spec.name for spec in message.tensors}))
-
-    def _retire(self, message: m.Retire) -> None:
-        for number in message.units:
-            self._retiring.setdefault(number, set()).add(message.rank)
-
-    def _enter(self, message: m.BarrierEnter) -> None:
-        self._entered[message.rank] = message
-
-    def _leave(self, message: m.RankLeft) -> None:
-        self._left[message.rank] = message
-        self._asked = {key: asked for key, asked in self._asked.items() if key[0] != message.rank}
-
-    def _ask(self, message: m.StallQuestion | m.LagQuestion | m.Lookup) -> None:
-        self._asked[message.rank, message.question] = message
-
-    def _publish(self, message: m.Publish) -> None:
-        self._published[message.rank, message.key] = message
-        self._asked[message.rank, message.question] = message
-
-    def _withdraw(self, message: m.Withdraw) -> None:
-        self._published = {key: notice for key, notice in self._published.items()
-                           if key[0] != message.rank or not key[1].startswith(message.prefix)}
-
-    def _set_credit(self, message: m.Credit) -> None:
-        self._credit[message.rank] = message
-
-    def _lose(self, message: m.Lost) -> None:
-        self._lost_said[message.who] = message
-
-    def _has_room(self, message: m.Ready | m.MemoryFreed | m.PrepareFailed) -> None:
-        self._ownable_nbytes = message.ownable_nbytes
-
-    def _unprepared(self, message: m.PrepareFailed) -> None:
-        self._has_room(message)
-        self._prepared = None

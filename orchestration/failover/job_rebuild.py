@@ -1,6 +1,6 @@
-"""A scheduler without a memory learns from the nodes what the one before it knew. Pure, as `Job` is.
+"""Rebuilds the state of a job from its nodes' reports, after its scheduler was lost or restarted. Pure, as `Job` is.
 
-Every node reports all it knows (`ControlLog.account`); `merge_reports` merges it. A recovery that was in progress
+Every node reports all it knows (`ControlLog.report`); `merge_reports` merges it. A recovery that was in progress
 begins anew, in a new epoch.
 
 Nothing is decided before a majority of the nodes with ranks has reported (`is_majority`). So of two schedulers of one
@@ -19,7 +19,7 @@ from ..roster import describe_node, is_majority
 from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
-_MATTERS = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
+_DECISIVE = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
 
 
 class JobRebuild:
@@ -51,22 +51,20 @@ class JobRebuild:
         self._known: dict[int, list[bytes]] = {}
         for sender, (index, _) in (known or {}).items():
             self._known.setdefault(index, []).append(sender)
-        self._accounts = NodeReports(tuple(nodes))
+        self._reports = NodeReports(tuple(nodes))
         self._joins: dict[bytes, m.Join] = {}
-        self._all_left: set[int] = set()  # nodes with ranks that have said so before they went
+        self._all_left: set[int] = set()  # nodes whose ranks have all left, as they reported
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
         self._probes = NodeProbes(lease_s, timeout_s, now)
-        #: Whether anything has come since the last look at `finished`, `aborted` and `past` that may have changed them.
+        #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
-
-    # -- what comes in ------------------------------------------------------------------------------------
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
-        account = self._accounts.get(sender)
-        self.is_due |= isinstance(message, _MATTERS)
+        report = self._reports.by_sender.get(sender)
+        self.is_due |= isinstance(message, _DECISIVE)
         if isinstance(message, m.Heartbeat):
             if sender in self._heard:
                 self._heard[sender] = now
@@ -74,29 +72,28 @@ class JobRebuild:
             return self._rejoin(now, sender, message)
         elif isinstance(message, m.Join):
             if message.version != m.VERSION:
-                return [(sender, m.refusal(MismatchError(f"protocol version differs: {message.version} on host "
-                                                        f"{message.host}, {m.VERSION} on the scheduler")))]
+                return [(sender, m.refusal(m.version_mismatch(message.version, f"host {message.host}")))]
             self._heard[sender] = now
             self._joins[sender] = message
             self._match()
         elif isinstance(message, m.ProbeResult):
-            if account is not None and account.ranks:
+            if report is not None and report.ranks:
                 self._probes.probed(now, message)
-        elif account is not None:
+        elif report is not None:
             self._heard[sender] = now
-            self._accounts.enter(account, message)
-            if isinstance(message, m.RejoinComplete) and len(account.units) != account.rejoin.n_units:
+            self._reports.enter(report, message)
+            if isinstance(message, m.RejoinComplete) and len(report.units) != report.rejoin.n_units:
                 self.aborted = ProtocolError(
-                    f"{describe_node(self._nodes, account.index)} has {account.rejoin.n_units} committed units, and "
-                    f"has told {len(account.units)}: after a loss of the scheduler the job cannot be rebuilt")
-            if account.ranks and account.left >= set(account.ranks):
-                self._all_left.add(account.index)
+                    f"{describe_node(self._nodes, report.index)} has {report.rejoin.n_units} committed units, and "
+                    f"has told {len(report.units)}: after a loss of the scheduler the job cannot be rebuilt")
+            if report.ranks and report.left >= set(report.ranks):
+                self._all_left.add(report.index)
         return []
 
     def unreadable(self, sender: bytes, error: BpsError) -> m.Outgoing:
         """Decide what follows from a message of *sender* that cannot be read, because of *error*; as `Job`."""
-        account = self._accounts.get(sender)
-        index = account.index if account is not None else next(
+        report = self._reports.by_sender.get(sender)
+        index = report.index if report is not None else next(
             (index for index, senders in self._known.items() if sender in senders), -1)
         if index < 0:
             return [(sender, m.refusal(error))]
@@ -106,19 +103,19 @@ class JobRebuild:
             self.aborted = ProtocolError(words)
             return []
         self.unreachable(sender)
-        self._accounts.called.add(index)
-        return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
+        self._reports.called_lost.add(index)
+        return [(sender, m.dropped(words))]
 
     def unreachable(self, sender: bytes) -> None:
         """Forget what *sender*, whose connection is closed, has reported: the node reports again if it lives."""
         self._heard.pop(sender, None)
         self._joins.pop(sender, None)
-        self._accounts.drop(sender)
+        self._reports.drop(sender)
         self.is_due = True
 
     def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> m.Outgoing:
         if sender in self._heard and rejoin.recall != self.recall:
-            return []  # its answer to this recall is on its way
+            return []  # its answer to this request is on its way
         refused = self._objection(rejoin)
         if refused is not None:
             return [(sender, m.refusal(refused))]
@@ -126,11 +123,10 @@ class JobRebuild:
             self._first = rejoin
         if self._fingerprint is None:
             self._fingerprint = rejoin.settings
-        if rejoin.index in self._accounts.lost:
-            return [(sender, m.Abort(error="PeerLostError", goes_on=True,
-                                     reason="the job goes on without this node, which it has lost"))]
+        if rejoin.index in self._reports.lost:
+            return [(sender, m.dropped("the job goes on without this node, which it has lost"))]
         self._heard[sender] = now
-        self._accounts.begin(sender, NodeReport(rejoin))
+        self._reports.begin(sender, NodeReport(rejoin))
         self._match()
         return []
 
@@ -158,17 +154,15 @@ class JobRebuild:
             return
         nodes = self._nodes
         for sender, join in list(self._joins.items()):
-            index = self._accounts.find_node(join)
-            if index is not None and index not in self._accounts.joining:  # those begin anew
+            index = self._reports.find_node(join)
+            if index is not None and index not in self._reports.joining:  # those join anew
                 del self._joins[sender]
-                self._accounts.begin(sender, NodeReport(
+                self._reports.begin(sender, NodeReport(
                     m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
                              index=index, nodes=nodes), is_complete=True, join=join))
 
-    # -- what follows -------------------------------------------------------------------------------------
-
     def tick(self, now: float) -> m.Outgoing:
-        """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
+        """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `snapshot` afterwards."""
         self.is_due = True
         slept_s, self._last_tick = now - self._last_tick, now
         if slept_s > self._lease_s / 2:
@@ -179,27 +173,27 @@ class JobRebuild:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
-        out = self._look_for(now)
+        out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
         return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
 
-    def _look_for(self, now: float) -> m.Outgoing:
+    def _probe_silent(self, now: float) -> m.Outgoing:
         """Have the nodes with ranks that have reported probe those that are not heard."""
         if self._majority_since is None:
             return []
-        told = [(index, sender) for index in sorted(self._accounts.complete & self._accounts.workers)
-                if (sender := self._accounts.sender_of(index)) is not None]
-        missing = set(range(len(self._nodes))) - self._accounts.indices - self._accounts.lost
+        told = [(index, self._reports.sender_of[index])
+                for index in sorted(self._reports.complete & self._reports.workers)]
+        missing = set(range(len(self._nodes))) - self._reports.sender_of.keys() - self._reports.lost
         return [each for index in sorted(missing)
                 for each in self._probes.ask(now, index, self._heard_at(index), lambda: told)]
 
     @property
     def senders(self) -> list[bytes]:
         """The connections that must hear how it ends."""
-        return list(dict.fromkeys([*self.speakers, *self._joins, *self._heard]))
+        return list(dict.fromkeys([*self.reporting, *self._joins, *self._heard]))
 
     @property
     def newcomers(self) -> list[tuple[bytes, m.Join]]:
@@ -207,9 +201,9 @@ class JobRebuild:
         return list(self._joins.items())
 
     @property
-    def speakers(self) -> list[bytes]:
+    def reporting(self) -> list[bytes]:
         """The connections that have begun to report."""
-        return [sender for sender, _ in self._accounts]
+        return list(self._reports.by_sender)
 
     @property
     def another(self) -> m.Join | None:
@@ -221,71 +215,66 @@ class JobRebuild:
     @property
     def is_alive(self) -> bool:
         """Whether a majority has begun to report."""
-        return is_majority(self._accounts.indices, self._accounts.workers)
+        return is_majority(self._reports.sender_of.keys(), self._reports.workers)
 
     @property
     def finished(self) -> bool:
         """Whether all ranks of the job have left."""
-        return self._first is not None and self._all_left | self._accounts.nodes_left >= self._accounts.workers
+        return self._first is not None and self._all_left | self._reports.nodes_left >= self._reports.workers
 
-    def past(self, now: float) -> JobSnapshot | None:
+    def snapshot(self, now: float) -> JobSnapshot | None:
         """Return the job's state once all nodes have reported or are lost; None before.
 
-        Raises
-        ------
-        PeerLostError
-            If a node is lost that the job cannot go on without.
-        ProtocolError
-            If reports contradict what schedulers do.
+        Raises `PeerLostError` if a node is lost that the job cannot go on without; `ProtocolError` if reports
+        contradict what schedulers do.
         """
         if self._first is None:
             return None
-        nodes, lost, left_behind = self._nodes, self._accounts.lost, self._accounts.left_behind
-        told = self._accounts.complete - lost - left_behind
-        if not is_majority(told, self._accounts.workers):
+        nodes, lost, left_behind = self._nodes, self._reports.lost, self._reports.left_behind
+        told = self._reports.complete - lost - left_behind
+        if not is_majority(told, self._reports.workers):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
         missing = set(range(len(nodes))) - told - lost
         if any(not self._is_given_up(now, index) for index in missing - left_behind):
             return None
-        if missing & self._accounts.workers:
-            names = "; ".join(describe_node(nodes, index) for index in sorted(missing & self._accounts.workers))
+        if missing & self._reports.workers:
+            names = "; ".join(describe_node(nodes, index) for index in sorted(missing & self._reports.workers))
             raise PeerLostError(f"{names} did not come back within lease_s = {self._lease_s:g} s, after the scheduler "
                                 "was lost")
-        senders = {index: sender for index in sorted(told) if (sender := self._accounts.sender_of(index)) is not None}
-        accounts = {index: account for index, sender in senders.items()
-                    if (account := self._accounts.get(sender)) is not None}
-        return merge_reports(nodes, accounts, senders, lost, sorted(missing))
+        senders = {index: self._reports.sender_of[index] for index in sorted(told)}
+        reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
+        return merge_reports(nodes, reports, senders, lost, sorted(missing))
 
     @property
     def _nodes(self) -> tuple[m.NodeInfo, ...]:
-        return self._accounts.nodes
+        return self._reports.nodes
 
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not reported all, is lost: called lost by one with ranks, or silent."""
         only_sums = not self._nodes[index].ranks
-        called = index in self._accounts.called or self._probes.is_refused(now, index)
-        if only_sums and called and not self._speakers_of(index):
+        called = index in self._reports.called_lost or self._probes.is_refused(now, index)
+        if only_sums and called and not self._open_connections_of(index):
             return True
         heard = self._heard_at(index)
         return now - heard >= self._lease_s and (only_sums or not self._probes.lives(now, index, heard))
 
-    def _speakers_of(self, index: int) -> list[bytes]:
+    def _open_connections_of(self, index: int) -> list[bytes]:
         """Return the connections of node *index* that have not closed."""
-        speaker = self._accounts.sender_of(index)
-        return ([] if speaker is None else [speaker]) + [
+        own = self._reports.sender_of.get(index)
+        return ([] if own is None else [own]) + [
             sender for sender in self._known.get(index, ()) if sender in self._heard]
 
     def _heard_at(self, index: int) -> float:
         """Return when node *index* was heard last, but not before there was a majority."""
         return max([self._majority_since or self._began,
-                    *(self._heard.get(sender, 0.0) for sender in self._speakers_of(index))])
+                    *(self._heard.get(sender, 0.0) for sender in self._open_connections_of(index))])
 
     def _describe(self) -> str:
         if self._first is None:
             return "none was ever welcomed"
-        over = self._accounts.complete | self._accounts.lost
+        over = self._reports.complete | self._reports.lost
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
         return f"missing {'; '.join(missing) or 'nobody'}"
 

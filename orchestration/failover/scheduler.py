@@ -38,7 +38,7 @@ _PORT_RETRY_S = 0.1
 
 
 class _Versioned(msgspec.Struct):
-    """What is read of a message of another version: all versions have these fields of a `Join`."""
+    """The fields of a `Join` that all versions have: those are read of a message of another version."""
 
     version: int
     type: str = ""
@@ -64,7 +64,7 @@ class Scheduler:
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
                  shutdown_notice_s: float = 1.0, tick_s: float = 0.2) -> None:
-        self._job = SchedulerState(
+        self._state = SchedulerState(
             dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
         self._shutdown_notice_s = shutdown_notice_s
         self._lease_s = settings.lease_s
@@ -134,33 +134,32 @@ class Scheduler:
         `lease_s` or `stop`. Closes everything.
         """
         try:
-            while not self._job.over:
+            while not self._state.over:
                 self._turn()
-            until = time.monotonic() + (self._shutdown_notice_s if self._job.aborted is not None else self._lease_s)
+            until = time.monotonic() + (self._shutdown_notice_s if self.aborted is not None else self._lease_s)
             while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()
             self._log_abort()
-            return 0 if self._job.finished else 1
+            return 0 if self._state.job.finished else 1
         finally:
             self.close()
 
     def _log_abort(self) -> None:
         """Log why the job was aborted: as an error only if no rank could be told."""
-        aborted = self._job.aborted
-        if aborted is not None:
-            is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
-            log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", aborted.error,
-                    aborted.reason)
+        if self.aborted is not None:
+            is_said = self._is_abort_told or bool(self._stop_reason)  # the process that stopped it knows
+            log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", self.aborted.error,
+                    self.aborted.reason)
 
     @property
     def aborted(self) -> m.Abort | None:
         """Return what ended the job, if it did not end well."""
-        return self._job.aborted
+        return self._state.job.aborted
 
     @property
     def job_name(self) -> str:
         """The name of the job, "" before its nodes know it; after a restart it is the name from before."""
-        return self._job.job.name if self._job.job.admitted else ""
+        return self._state.job.name if self._state.job.admitted else ""
 
     def stop(self, reason: str = "the scheduler was stopped") -> None:
         """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
@@ -180,11 +179,11 @@ class Scheduler:
 
     def _is_waited_for(self) -> bool:
         """Whether a node may still connect to hear how the job ended."""
-        return self._job.aborted is not None or not self._job.is_known_to_be_over or self._handshake_limiter.n_known > 0
+        is_told = self._state.job.is_known_to_be_over
+        return self.aborted is not None or not is_told or self._handshake_limiter.n_known > 0
 
     def _turn(self) -> None:
-        """Wait for at most one tick, then read all messages before looking at the clock, so that what was sent in time
-        counts.
+        """Wait for at most one tick, then read all messages, and only then the clock: what was sent in time counts.
 
         But read for at most a tick, so that a node that never stops sending does not delay heartbeats and deadlines.
         All nodes are read in turn, so none seems silent.
@@ -193,16 +192,16 @@ class Scheduler:
         if self._zap in ready:
             self._admit()
         if self._router not in ready or self._read_all():
-            self._handshake_limiter.look()  # else those who wait to be read might seem to be strangers
+            self._handshake_limiter.update()  # else connections with unread messages might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
-            self._send(self._job.abort(ClosedError(self._stop_reason)))
+            self._send(self._state.abort(ClosedError(self._stop_reason)))
         now = time.monotonic()
-        for sender in self._job.quiet(now):
+        for sender in self._state.quiet(now):
             silence_s = self._pulses.silence_s(sender)
-            self._job.pulse(sender, None if silence_s is None else now - silence_s)
-        self._send(self._job.tick(now))
-        for remark in self._job.take_remarks():
+            self._state.pulse(sender, None if silence_s is None else now - silence_s)
+        self._send(self._state.tick(now))
+        for remark in self._state.take_remarks():
             log.warning("%s", remark)
 
     def _admit(self) -> None:
@@ -221,9 +220,9 @@ class Scheduler:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            fd = self._handshake_limiter.knows(frames[-1])
+            fd = self._handshake_limiter.note_message(frames[-1])
             sender, *rest = (frame.bytes for frame in frames)
-            self._pulses.knows(sender, fd)
+            self._pulses.note_message(sender, fd)
             try:
                 if len(rest) != 1:
                     raise ProtocolError(f"{len(rest)} frames came from a node where a control message is one")
@@ -233,9 +232,9 @@ class Scheduler:
                                  ProtocolError(f"{len(rest[0])} bytes from a node are no control message: "
                                                f"{type(exc).__name__}"))
                 continue
-            self._send(self._job.receive(time.monotonic(), sender, message))
-            if isinstance(message, m.Lost) and message.who.startswith("rank ") and self._job.aborted is not None:
-                self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
+            self._send(self._state.receive(time.monotonic(), sender, message))
+            if isinstance(message, m.Lost) and message.who.startswith("rank ") and self.aborted is not None:
+                self._is_abort_told = True  # the rank, or its launcher, reports it
         return False
 
     def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
@@ -246,12 +245,11 @@ class Scheduler:
             said = msgspec.msgpack.decode(data, type=_Versioned)
             has_ranks = said.type == "Join" and bool(said.ranks)
             if said.version != m.VERSION:
-                reason = MismatchError(f"protocol version differs: {said.version} on a node, {m.VERSION} on the "
-                                       "scheduler; install one version of bpsfast everywhere")
+                reason = m.version_mismatch(said.version, "a node")
         self._n_unreadable += 1
         if self._n_unreadable <= 8 or self._n_unreadable & (self._n_unreadable - 1) == 0:  # a flood would fill the disk
             log.warning("a message from %s cannot be read: %s", self._pulses.address(sender), reason)
-        self._send(self._job.unreadable(time.monotonic(), sender, reason, has_ranks))
+        self._send(self._state.unreadable(time.monotonic(), sender, reason, has_ranks))
 
     def _send(self, outgoing: m.Outgoing) -> None:
         """Send in order; report closed connections to the job, and send what follows."""
@@ -260,8 +258,8 @@ class Scheduler:
             destination, message = pending.pop(0)
             try:
                 self._router.send_multipart([destination, m.encode(message)], zmq.NOBLOCK)
-                self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self._job.aborted is not None
+                self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self.aborted is not None
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
-                pending += self._job.unreachable(time.monotonic(), destination)
+                pending += self._state.unreachable(time.monotonic(), destination)

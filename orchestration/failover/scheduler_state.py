@@ -1,4 +1,4 @@
-"""What one scheduler decides from start to end: for a new job, or for one that another scheduler began. Pure.
+"""Decides for one scheduler: runs a new job, or takes over one that another scheduler began. Pure.
 
     first a Join       a new `Job`
     first a Rejoin     its scheduler was lost: `JobRebuild`, then a `Job` that continues where that one stopped
@@ -13,16 +13,14 @@ So there is one way to recover, the same for all causes.
 from __future__ import annotations
 
 from .. import messages as m
-from ..errors import BpsError, MismatchError, PeerLostError
+from ..errors import BpsError, PeerLostError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from .job_rebuild import JobRebuild
 
 
 class SchedulerState:
-    """Decides for one scheduler; see the module, and `Job` for its methods. Owner thread only; *now* is a monotonic
-    clock.
-    """
+    """Decides for one scheduler; methods are as those of `Job`. Owner thread only; *now* is a monotonic clock."""
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
@@ -35,21 +33,6 @@ class SchedulerState:
     def over(self) -> bool:
         """Whether nothing more will be decided."""
         return self.job.over
-
-    @property
-    def finished(self) -> bool:
-        """Whether all ranks have left."""
-        return self.job.finished
-
-    @property
-    def is_known_to_be_over(self) -> bool:
-        """Whether all nodes have read that the job has finished."""
-        return self.job.is_known_to_be_over
-
-    @property
-    def aborted(self) -> m.Abort | None:
-        """The message that ended the job, if it did not end well."""
-        return self.job.aborted
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to.
@@ -90,7 +73,7 @@ class SchedulerState:
             return []
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
-            is_over = not self._rebuilding.speakers and not self.job.admitted
+            is_over = not self._rebuilding.reporting and not self.job.admitted
             return self._gather(now, None) if is_over else []
         return self.job.closed(now, sender)
 
@@ -131,11 +114,10 @@ class SchedulerState:
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
         strangers = [join for join in self.job.joins.values() if join.ranks and find_node(join, rejoin.nodes) is None]
         if strangers:
-            return [(sender, m.refusal(_another(strangers[0])))]
+            return [(sender, m.refusal(_other_job(strangers[0])))]
         if rejoin.version != m.VERSION:
-            return [(sender, m.refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
-                                                    f"{m.VERSION} on the scheduler")))]
-        if rejoin.index in self.job.lost:
+            return [(sender, m.refusal(m.version_mismatch(rejoin.version, "a node")))]
+        if rejoin.index in self.job.roster.lost:
             return [(sender, _left_behind())]
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
@@ -146,18 +128,18 @@ class SchedulerState:
         """Whether a node of the job has reconnected before it has read its `Welcome`."""
         if self.over or not self.job.admitted or sender in self.job.heard:
             return False
-        node = find_node(join, self.job.nodes)
-        return node is not None and node.index not in self.job.absent
+        node = find_node(join, self.job.roster.nodes)
+        return node is not None and node.index not in self.job.roster.absent
 
     def _begin(self, now: float) -> m.Outgoing:
         """Ask all nodes to rejoin."""
         settings, joins, known = self._settings, self.job.joins, self.job.heard
-        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
+        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # newcomers are not waited for
         self._n_recalls += 1
         self._rebuilding = JobRebuild(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
-            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "",
+            nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
@@ -179,19 +161,19 @@ class SchedulerState:
         try:
             if rebuilding.aborted is not None:
                 raise rebuilding.aborted
-            past = rebuilding.past(now)
+            snapshot = rebuilding.snapshot(now)
         except BpsError as exc:
             return self.abort(exc) if another is None else self._gather(now, m.refusal(exc))
-        if past is None:
+        if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []
-            return self._gather(now, m.refusal(_another(another)))
+            return self._gather(now, m.refusal(_other_job(another)))
         self._rebuilding = None
         newcomers = rebuilding.newcomers
-        known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
+        known = {*snapshot.roster.senders, *(sender for sender, _ in newcomers)}
         out: m.Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
         self.job = Job(self._settings, now)
-        out += self.job.resume(now, past)
+        out += self.job.resume(now, snapshot)
         for sender, join in newcomers:
             out += self.job.receive(now, sender, join)
         return out
@@ -201,18 +183,16 @@ class SchedulerState:
         rebuilding, self._rebuilding = self._rebuilding, None
         assert rebuilding is not None
         self.job = Job(self._settings, now)
-        out: m.Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
+        out: m.Outgoing = [(sender, last_word) for sender in rebuilding.reporting] if last_word is not None else []
         for sender, join in rebuilding.newcomers:
             out += self.job.receive(now, sender, join)
         return out
 
 
-def _another(join: m.Join) -> PeerLostError:
+def _other_job(join: m.Join) -> PeerLostError:
     return PeerLostError(f"the scheduler of this node's job is gone: at its address another job gathers, of which the "
                          f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
 
 
-
 def _left_behind() -> m.Abort:
-    return m.Abort(error="PeerLostError", goes_on=True, reason="the job goes on without this node, which it has lost, "
-                                                               "or had not taken in when the scheduler was")
+    return m.dropped("the job goes on without this node, which it has lost, or had not taken in when the scheduler was")

@@ -1,11 +1,11 @@
-"""What the nodes of a lost scheduler's job report, and how the job's state is merged from it. Pure.
+"""Merges the state of a job from what its nodes report after a loss of the scheduler. Pure.
 
 At most one commit can have reached some nodes and not others, and then all nodes are prepared for it: it counts, and
 the others get it. What no node has committed is dropped, and proposed anew because its declarations are repeated.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,7 +15,7 @@ from ..errors import ProtocolError, error_of
 from ..job.admission import process_of
 from ..job.recovery import JobSnapshot
 from ..priority.send_queue import rank_parts
-from ..roster import Roster, describe_node
+from ..roster import Roster, describe_node, number_of
 
 
 @dataclass
@@ -48,135 +48,109 @@ class NodeReports:
     """
 
     def __init__(self, nodes: tuple[m.NodeInfo, ...] = ()) -> None:
-        self._by_sender: dict[bytes, NodeReport] = {}
-        self._sender_of: dict[int, bytes] = {}
+        #: What each connection has reported so far, and the connection of each node that has begun to report.
+        self.by_sender: dict[bytes, NodeReport] = {}
+        self.sender_of: dict[int, bytes] = {}
         self._late: set[int] = set()
-        #: Indices of those who have said all.
+        #: Indices of the nodes whose report is complete.
         self.complete: set[int] = set()
-        #: All nodes that somebody knows: helpers are not told of others that come late.
+        #: All nodes that any node knows: helpers are not told of others that come late.
         self.nodes: tuple[m.NodeInfo, ...] = ()
         self.workers: set[int] = set()
         self.lost: set[int] = set()
         self.joining: set[int] = set()
         self.nodes_left: set[int] = set()
         #: Helpers that a node with ranks calls lost.
-        self.called: set[int] = set()
-        self._seats: dict[tuple[str, int, str], int] = {}
-        self._know(nodes)
-
-    def __iter__(self) -> Iterator[tuple[bytes, NodeReport]]:
-        return iter(self._by_sender.items())
-
-    def __len__(self) -> int:
-        return len(self._by_sender)
-
-    def get(self, sender: bytes) -> NodeReport | None:
-        """Return what *sender* has reported so far."""
-        return self._by_sender.get(sender)
-
-    def sender_of(self, index: int) -> bytes | None:
-        """Return the connection of node *index*."""
-        return self._sender_of.get(index)
-
-    @property
-    def indices(self) -> set[int]:
-        """The nodes that have begun to report."""
-        return set(self._sender_of)
+        self.called_lost: set[int] = set()
+        self._index_of: dict[tuple[str, int, str], int] = {}
+        self._add_nodes(nodes)
 
     def find_node(self, join: m.Join) -> int | None:
         """Return the index of the node that has sent *join*, if some node knows it."""
-        return self._seats.get(process_of(join))
+        return self._index_of.get(process_of(join))
 
-    def begin(self, sender: bytes, account: NodeReport) -> None:
-        """Take *account* in place of what *sender*, or its node, has reported before."""
-        for other in (sender, self._sender_of.get(account.index)):
+    def begin(self, sender: bytes, report: NodeReport) -> None:
+        """Take *report* in place of what *sender*, or its node, has reported before."""
+        for other in (sender, self.sender_of.get(report.index)):
             if other is not None:
                 self.drop(other)
-        self._by_sender[sender] = account
-        self._sender_of[account.index] = sender
-        self._count(account)
+        self.by_sender[sender] = report
+        self.sender_of[report.index] = sender
+        self._count(report)
 
     def drop(self, sender: bytes) -> None:
-        """Forget *sender*, but not what it has reported of others: that stays true, except for nodes that were still to
-        come.
-        """
-        account = self._by_sender.pop(sender, None)
-        if account is None:
+        """Forget *sender*, but not what it has reported of others, which stays true except for nodes still to come."""
+        report = self.by_sender.pop(sender, None)
+        if report is None:
             return
-        del self._sender_of[account.index]
-        self.complete.discard(account.index)
-        self._late.discard(account.index)
-        if account.rejoin.joining:
-            self.joining = {index for each in self._by_sender.values() for index in each.rejoin.joining}
+        del self.sender_of[report.index]
+        self.complete.discard(report.index)
+        self._late.discard(report.index)
+        if report.rejoin.joining:
+            self.joining = {index for each in self.by_sender.values() for index in each.rejoin.joining}
 
-    def enter(self, account: NodeReport, message: m.Message) -> None:
-        """Add *message* to *account*."""
+    def enter(self, report: NodeReport, message: m.Message) -> None:
+        """Add *message* to *report*."""
         if isinstance(message, m.CommittedUnits):
-            account.units |= {unit.unit: unit for unit in message.units}
+            report.units |= {unit.unit: unit for unit in message.units}
             return
         if isinstance(message, m.RejoinComplete):
-            account.is_complete = True
+            report.is_complete = True
         else:
-            account.later.append(message)
-        self._note(account, message)
+            report.later.append(message)
+        self._apply(report, message)
 
-    def _count(self, account: NodeReport) -> None:
-        rejoin = account.rejoin
-        self._know(rejoin.nodes)
+    def _count(self, report: NodeReport) -> None:
+        rejoin = report.rejoin
+        self._add_nodes(rejoin.nodes)
         self.lost.update(rejoin.lost)
         self.joining.update(rejoin.joining)
         self.nodes_left.update(rejoin.nodes_left)
         if rejoin.is_late:
-            self._late.add(account.index)
-        if account.is_complete:
-            self.complete.add(account.index)
-        for message in account.later:
-            self._note(account, message)
+            self._late.add(report.index)
+        if report.is_complete:
+            self.complete.add(report.index)
+        for message in report.later:
+            self._apply(report, message)
 
-    def _know(self, nodes: tuple[m.NodeInfo, ...]) -> None:
+    def _add_nodes(self, nodes: tuple[m.NodeInfo, ...]) -> None:
         if len(nodes) > len(self.nodes):
             self.nodes = nodes
             self.workers = {node.index for node in nodes if node.ranks}
-            self._seats = {process_of(node): node.index for node in nodes}
+            self._index_of = {process_of(node): node.index for node in nodes}
 
-    def _note(self, account: NodeReport, message: m.Message) -> None:
+    def _apply(self, report: NodeReport, message: m.Message) -> None:
         """Keep what *message* says of other nodes, or of the node as a whole."""
         if isinstance(message, m.RejoinComplete):
-            self.complete.add(account.index)
+            self.complete.add(report.index)
         elif isinstance(message, m.RankLeft):
-            account.left.add(message.rank)
-        elif isinstance(message, m.Lost) and account.ranks:
-            kind, _, number = message.who.partition(" ")
-            if kind == "node" and number.isdecimal():
-                self.called.add(int(number))
+            report.left.add(message.rank)
+        elif isinstance(message, m.Lost) and report.ranks:
+            if (node := number_of("node", message.who)) >= 0:
+                self.called_lost.add(node)
 
     @property
     def left_behind(self) -> set[int]:
         """The late nodes of whose share nothing was committed: they have to join anew."""
-        late = [self._by_sender[self._sender_of[index]].rejoin for index in self._late & self.complete]
+        late = [self.by_sender[self.sender_of[index]].rejoin for index in self._late & self.complete]
         if not late:
             return self.joining
-        latest = max(each.rejoin.committed for each in self._by_sender.values() if each.is_complete)
+        latest = max(each.rejoin.committed for each in self.by_sender.values() if each.is_complete)
         return self.joining | {each.index for each in late if not each.committed and each.prepared != latest}
 
 
 #: The most numbers that a scheduler may have given out and that no remaining node has heard of.
-_UNHEARD = 1000
+_MAX_UNHEARD = 1000
 
 
-def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport], senders: Mapping[int, bytes],
-             lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
+def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
+                  lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
-    *accounts* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
-    now.
-
-    Raises
-    ------
-    ProtocolError
-        If the reports contradict what schedulers do.
+    *reports* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
+    now. Raises `ProtocolError` if the reports contradict what schedulers do.
     """
-    rejoins = {index: account.rejoin for index, account in accounts.items()}
+    rejoins = {index: report.rejoin for index, report in reports.items()}
     latest = max(each.committed for each in rejoins.values())
     behind = {index for index, each in rejoins.items() if each.committed != latest}
     for index in behind:
@@ -184,43 +158,43 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
             raise ProtocolError(f"{describe_node(nodes, index)} has committed generation "
                                 f"{rejoins[index].committed}, and is not prepared for {latest}, which others have "
                                 "committed")
-    # Who came late knows only some units, but maybe those of the latest commit before the others do.
-    whole = [index for index in accounts if not rejoins[index].is_late]
+    # A late node knows only some units, but maybe those of the latest commit before the others do.
+    whole = [index for index in reports if not rejoins[index].is_late]
     base = next((index for index in whole if index not in behind), whole[0])
-    known = dict(accounts[base].units)
+    known = dict(reports[base].units)
     if base in behind:
-        known |= next(account for index, account in accounts.items() if index not in behind).units
+        known |= next(report for index, report in reports.items() if index not in behind).units
     units = [unit for number, unit in known.items() if all(
-        number in accounts[index].units or (index in behind and number in rejoins[index].prepared_units)
+        number in reports[index].units or (index in behind and number in rejoins[index].prepared_units)
         for index in whole)]
-    kept = {unit.unit for unit in units}
+    numbers = {unit.unit for unit in units}
     names = {member.name for unit in units for member in unit.members}
     rates, unmeasured = _rates(nodes, rejoins, absent)
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
-    for index, account in accounts.items():
-        said: list[m.Message] = [m.NewcomerGone(node=each) for each in account.rejoin.joining if each in absent]
+    for index, report in reports.items():
+        said: list[m.Message] = [m.NewcomerGone(node=each) for each in report.rejoin.joining if each in absent]
         answers[index] = said
-        if account.join is not None:
-            said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=account.rejoin.job))
-        if retired := [number for number in account.units if number not in kept]:
+        if report.join is not None:
+            said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=report.rejoin.job))
+        if retired := [number for number in report.units if number not in numbers]:
             said.append(m.Retired(units=tuple(retired)))
         if index in behind:
             said.append(m.Commit(generation=latest, order=tuple(rank_parts(units))))
-            # retired by all since: others have given it back
-            if over := [number for number in account.rejoin.prepared_units if number not in kept]:
+            # retired by all since: other nodes have freed them
+            if over := [number for number in report.rejoin.prepared_units if number not in numbers]:
                 said.append(m.Retired(units=tuple(over)))
-        # whoever missed that others have come would number the next one wrongly
-        said.append(m.Resume(missed=tuple(nodes[len(account.rejoin.nodes):]) if account.ranks else ()))
-        if not account.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
+        # a node that missed newcomers would number the next one wrongly
+        said.append(m.Resume(missed=tuple(nodes[len(report.rejoin.nodes):]) if report.ranks else ()))
+        if not report.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
             said.append(m.Rates(nic_rate_bytes=tuple(rates)))
-        if account.rejoin.barrier < barrier:
+        if report.rejoin.barrier < barrier:
             said.append(m.BarrierDone(sequence=barrier))
     roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
     roster.lost.update(lost)
-    # Who has committed less knows of older ones.
-    lent = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
-            for each in rejoin.lent}
+    # Nodes that have committed less know older ones.
+    unfinished = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
+                  for each in rejoin.lent}
     gone_from: dict[int, set[int]] = {}
     for rejoin in rejoins.values():
         for first, ranks in rejoin.gone_from:
@@ -229,9 +203,9 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
     return JobSnapshot(
         roster=roster, job=rejoins[min(rejoins)].job, epoch=max(each.epoch for each in rejoins.values()),
         absent=absent, frozen=any(each.frozen for index, each in rejoins.items() if index not in behind),
-        generation=max(each.seen for each in rejoins.values()) + _UNHEARD,
+        generation=max(each.seen for each in rejoins.values()) + _MAX_UNHEARD,
         next_unit=max(each.next_unit for each in rejoins.values()), units=units,
-        lent={part: each for part, each in lent.items() if part in parts},
+        unfinished={part: each for part, each in unfinished.items() if part in parts},
         gone_from={first: tuple(sorted(ranks)) for first, ranks in gone_from.items()},
         failed={name: error_of(error, reason) for each in rejoins.values() for name, error, reason in each.failed
                 if name not in names},
@@ -239,8 +213,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
         unmeasured=unmeasured,
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
         answers=answers,
-        later=[(index, message) for index, account in accounts.items()
-               for message in map(lambda each: _still(each, kept), account.later) if message is not None])
+        later=[(index, message) for index, report in reports.items()
+               for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])
 
 
 def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Sequence[int]
@@ -255,7 +229,7 @@ def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Se
             [node.index for node in nodes if node.probes and node.index not in measured and node.index not in lost])
 
 
-def _still(message: m.Message, units: set[int]) -> m.Message | None:
+def _without_retired(message: m.Message, units: set[int]) -> m.Message | None:
     """Return *message* as far as it still matters: a retired unit was retired by all ranks."""
     if not isinstance(message, m.Retire):
         return message

@@ -1,6 +1,4 @@
-"""Who is in the job: collects joins until all nodes are there, then fixes node order and ranks; and the rates of NICs.
-Pure.
-"""
+"""Admits nodes to a job: collects joins until all are there, then fixes node order and ranks; rates of NICs. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,6 +15,9 @@ from ..messages import VERSION, Join, NodeInfo
 class JobSettings:
     """The settings that the scheduler needs. `fingerprint` None: all nodes must agree with the first node's settings.
 
+    `num_nodes` (machines with ranks) and `size` (ranks): -1: not known, but one of them must be. If only `size` is
+    known, the machines are complete when all ranks are there. `num_server_processes` >= 0 counts as BytePS does: server
+    processes on machines with ranks are those machines' nodes, the others are helpers, and `num_helpers` is ignored.
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes.
     """
@@ -48,28 +49,13 @@ class JobSettings:
         return max(self.num_helpers, self.num_server_processes, self.max_helpers)
 
 
-@dataclass(frozen=True)
-class ExpectedNodes:
-    """What makes the job complete. -1: not known; one of `num_nodes` and `size` must be known.
-
-    If the number of machines with ranks is not known, they are complete when all ranks are there.
-    `num_server_processes` >= 0 counts as BytePS does: server processes on machines with ranks are those machines'
-    nodes, the others are helpers, and `num_helpers` is ignored.
-    """
-
-    num_nodes: int
-    num_helpers: int = 0
-    num_server_processes: int = -1
-    size: int = -1
-
-
 class Admission:
     """The joins so far, by sender, in the order of their first arrival."""
 
-    def __init__(self, expected: ExpectedNodes, package: str, fingerprint: Mapping[str, str] | None) -> None:
-        self._expected = expected
-        self._package = package
-        self._fingerprint = fingerprint
+    def __init__(self, settings: JobSettings) -> None:
+        self._expected = settings
+        self._package = settings.package
+        self._fingerprint = settings.fingerprint
         self._whose = "the scheduler"
         self.joins: dict[bytes, Join] = {}
         self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place
@@ -167,31 +153,24 @@ class Admission:
     def roster(self) -> list[tuple[bytes, NodeInfo]]:
         """Return all nodes in node order: machines with ranks, then helpers.
 
-        Raises
-        ------
-        ConfigError
-            If the ranks are no permutation, or not as many as the promised size.
+        Raises `ConfigError` if the ranks are no permutation, or not as many as the promised size.
         """
         workers, helpers = self._split()
-        seats = _seats(workers, self._expected.num_nodes)
-        ordered = [workers[i] for i in sorted(range(len(workers)), key=seats.__getitem__)]
+        indices = _node_indices(workers, self._expected.num_nodes)
+        ordered = [workers[i] for i in sorted(range(len(workers)), key=indices.__getitem__)]
         ranks = _number_ranks([join for _, join in ordered], self._expected.size)
         ordered += sorted(helpers, key=lambda each: (each[1].index < 0, each[1].index))
         ranks += [()] * len(helpers)
-        return [
-            (sender, node_of(index, join, ranks[index]))
-            for index, (sender, join) in enumerate(ordered)
-        ]
+        return [(sender, node_of(index, join, ranks[index])) for index, (sender, join) in enumerate(ordered)]
 
     def describe(self) -> str:
-        """Describe who is here and who is not: "have node 0 (a, 2 ranks), helper 0 (c); missing node 1 (never joined)".
-        """
+        """Describe who is here and who is not: "have node 0 (a, 2 ranks), ...; missing node 1 (never joined)"."""
         workers, helpers = self._split()
-        seats = _seats(workers, self._expected.num_nodes)
-        have = sorted(zip(seats, (join for _, join in workers)), key=lambda pair: pair[0])
-        texts = [f"node {seat} ({join.host}, {_ranks(len(join.ranks))})" for seat, join in have]
+        indices = _node_indices(workers, self._expected.num_nodes)
+        have = sorted(zip(indices, (join for _, join in workers)), key=lambda pair: pair[0])
+        texts = [f"node {index} ({join.host}, {_ranks(len(join.ranks))})" for index, join in have]
         texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers)]
-        missing = [f"node {seat} (never joined)" for seat in range(self._expected.num_nodes) if seat not in seats]
+        missing = [f"node {index} (never joined)" for index in range(self._expected.num_nodes) if index not in indices]
         if self._expected.num_nodes < 0:
             came = {rank for _, join in workers for rank in join.ranks}
             missing += [f"rank {rank} (its node never joined)" for rank in range(self._expected.size)
@@ -249,14 +228,14 @@ def _ranks(n: int) -> str:
     return f"{n} rank" if n == 1 else f"{n} ranks"
 
 
-def _check_wishes(nodes: list[tuple[bytes, Join]], n_seats: int | None) -> None:
+def _check_wishes(nodes: list[tuple[bytes, Join]], n_indices: int | None) -> None:
     """Raise ConfigError if two nodes want the same index, or one that does not exist."""
     taken: dict[int, Join] = {}
     for _, join in nodes:
         if join.index < 0:
             continue
-        if n_seats is not None and join.index >= n_seats:
-            raise ConfigError(f"the node on host {join.host} has node_index {join.index}, but num_nodes is {n_seats} "
+        if n_indices is not None and join.index >= n_indices:
+            raise ConfigError(f"the node on host {join.host} has node_index {join.index}, but num_nodes is {n_indices} "
                               "(machines with ranks come first)")
         other = taken.setdefault(join.index, join)
         if other is not join:
@@ -264,14 +243,14 @@ def _check_wishes(nodes: list[tuple[bytes, Join]], n_seats: int | None) -> None:
                               f"host {join.host} (pid {join.pid})")
 
 
-def _seats(workers: list[tuple[bytes, Join]], n_seats: int) -> list[int]:
+def _node_indices(workers: list[tuple[bytes, Join]], n_indices: int) -> list[int]:
     """Return each worker's index: as wanted, the others by lowest explicit rank, then by arrival, into free indices."""
-    seats = [join.index for _, join in workers]
-    free = iter(sorted(set(range(max(n_seats, len(workers)))) - set(seats)))
+    indices = [join.index for _, join in workers]
+    free = iter(sorted(set(range(max(n_indices, len(workers)))) - set(indices)))
     lowest = [min((rank for rank in join.ranks if rank >= 0), default=-1) for _, join in workers]
-    for i in sorted((i for i, seat in enumerate(seats) if seat < 0), key=lambda i: (lowest[i] < 0, lowest[i], i)):
-        seats[i] = next(free, len(workers))
-    return seats
+    for i in sorted((i for i, index in enumerate(indices) if index < 0), key=lambda i: (lowest[i] < 0, lowest[i], i)):
+        indices[i] = next(free, len(workers))
+    return indices
 
 
 def _number_ranks(joins: list[Join], size: int) -> list[tuple[int, ...]]:

@@ -21,12 +21,12 @@ _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nby
 
 #: What bundles that are planned together have in common: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
-_EVERYBODYS: _Family = ("", (), False)
+_OF_ALL_RANKS: _Family = ("", (), False)
 #: In the key of tensors that were committed under an earlier scheduler: how they were declared is not known.
 _COMMITTED = "committed"
 
 
-class Failed(NamedTuple):
+class FailedNames(NamedTuple):
     """Names that will not be summed, the reason, and the ranks to be told now."""
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Declarations:
         self._failed |= failed
         self._n_positions = n_positions
 
-    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[Failed]:
+    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[FailedNames]:
         """Note what *rank* declares; return what fails by it. A repeated declaration counts once.
 
         *positions*: those of *tensors* in the order of all that the rank has declared, on a repetition.
@@ -85,7 +85,7 @@ class Declarations:
                 failures.append(failure)
         return failures
 
-    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> Failed | None:
+    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> FailedNames | None:
         names = tuple(spec.name for spec in members)
         if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
             return None
@@ -114,7 +114,7 @@ class Declarations:
     def _contradiction(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> MismatchError | None:
         """Return how *members* differ from an earlier declaration, by another rank or by this one."""
         for spec in members:
-            before = self._said(spec.name)
+            before = self._first_declaration(spec.name)
             if before is None:
                 continue
             other_rank, other = before
@@ -133,10 +133,9 @@ class Declarations:
         return MismatchError(
             f"group {key[1]!r}: members differ: rank {first} declared {len(bundle.names)}, rank {rank} declared "
             f"{len(names)}; member {position} is {_show(theirs)} on rank {first}, {_show(ours)} on rank {rank} "
-            "(a group is declared whole, in one order, once)"
-        )
+            "(a group is declared whole, in one order, once)")
 
-    def _said(self, name: str) -> tuple[int, TensorSpec] | None:
+    def _first_declaration(self, name: str) -> tuple[int, TensorSpec] | None:
         """Return the rank that first declared *name*, and its declaration."""
         key = self._key_of.get(name)
         if key is None:
@@ -145,7 +144,7 @@ class Declarations:
             return rank, next(spec for spec in members if spec.name == name)
         return None
 
-    def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> Failed:
+    def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> FailedNames:
         """Give up *names* and all that is bundled with them, except for what was planned already."""
         doomed, ranks = list(names), {rank}
         for touched in sorted({key, *(self._key_of[name] for name in names if name in self._key_of)}):
@@ -160,11 +159,10 @@ class Declarations:
         for name in doomed:
             if name not in self._key_of:
                 self._failed.setdefault(name, error)
-        return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
+        return FailedNames(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
-        """Return, once, what all of its ranks have declared, in the order and with the priorities of the first of these
-        ranks.
+        """Return, once, what all of its ranks have declared, in the order and with the priorities of the first rank.
 
         Editions are planned alone, one family at a time, so that one that no memory is left for can be refused without
         harm to anything else. So are tensors of other ranks, which are placed among their machines, and those whose
@@ -176,16 +174,15 @@ class Declarations:
                 found.setdefault(_family(self._bundles[key]), []).append(self._bundles[key])
         if not found:
             return []
-        taken = _EVERYBODYS if _EVERYBODYS in found else next(iter(found))
+        taken = _OF_ALL_RANKS if _OF_ALL_RANKS in found else next(iter(found))
         self._complete = [key for key in self._complete if key in self._bundles
                           and _family(self._bundles[key]) != taken]
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
         for bundle in complete:
             bundle.taken = True
-        return [
-            spec if spec.priority is not None else msgspec.structs.replace(spec, priority=-self._position[spec.name])
-            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]
-        ]
+        return [spec if spec.priority is not None else msgspec.structs.replace(
+            spec, priority=-self._position[spec.name])
+            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]]
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
         """Let *names*, which were taken, fail for every rank that declares them again."""

@@ -1,5 +1,4 @@
-"""Placement, partitions and order change in generations only: each is planned, prepared by all, committed by all. Pure.
-"""
+"""Plans generations: placement, partitions and order, which all nodes prepare and then commit together. Pure."""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set as AbstractSet
@@ -11,7 +10,7 @@ from ..messages import Commit, NodeInfo, OwnerChange, Plan, TensorSpec, UnitPlan
 from ..placement import codec_choice
 from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
-from ..placement.partition import MAX_PARTS, has_state
+from ..placement.partition import MAX_PARTS, has_state, with_owners
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
 from ..placement.rebalancing import shared
 from ..placement.shares import Machine
@@ -32,44 +31,43 @@ class Generations:
 
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
                  first_round: int = 1, is_short: bool = False) -> None:
-        self._nodes = nodes
-        self._machines = machines_of(nodes)
-        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._nodes: Sequence[NodeInfo] = ()
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
         self._first_round = first_round
-        self._page_nbytes = max(node.page_nbytes for node in nodes)
-        self._owned = [0] * len(nodes)
-        self._more = ownable(nodes)
+        self._owned: list[int] = []
+        self._more: list[int] = []
         self._next_unit = 0
         self._next_part = 0
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
-        self._absent: set[int] = set()
         self._limits: dict[int, int] = {}  # by node that has refused more in the loss under way
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
-        self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
+        #: By partition, the last owner change if some nodes lacked its round then.
+        self.unfinished: dict[int, OwnerChange] = {}
+        self.update_nodes(nodes)
         if not is_short:
             assign([1], self._machines, policy)
 
-    def resume(self, past: JobSnapshot) -> None:
+    def resume(self, snapshot: JobSnapshot) -> None:
         """Take over the generations of a lost scheduler, as nodes report them."""
-        self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
-        self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
-        self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
-        self._next_unit = past.next_unit
-        self._owned = _and([0] * len(self._owned), self.units)
+        self.units, self.number = list(snapshot.units), snapshot.generation
+        self.unfinished = dict(snapshot.unfinished)
+        self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
+        self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
+        self._next_unit = snapshot.next_unit
+        self._owned = self._owned_of(self.units)
         used = sorted(part.part for unit in self.units for part in unit.parts)
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
-    def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
+    def update_nodes(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
         """Use *nodes* from the next generation on: the same ones with other rates, and maybe more.
 
         Nothing is placed on those that are *absent*.
@@ -83,12 +81,11 @@ class Generations:
         self._page_nbytes = max(node.page_nbytes for node in nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
-        """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
-        one family of editions, or of none. No generation may be in flight.
+        """Begin the next generation with *specs*, which have priorities, the same ranks and the same `edition_of`.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
-        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
-        it with the model.
+        No generation may be in flight. Tensors of some ranks only are placed among their nodes and the helpers. What
+        is to be compressed only where that pays is settled now. What owners keep state of is never a helper's: only
+        nodes with ranks can save it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -104,11 +101,13 @@ class Generations:
         policy = self._policy
         if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
             policy = "colocated"  # without a helper, those that were there are lost
-        units = self._numbered(self._for_workers(_at(candidates, lay_out(
+        placed = lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most, is_within=len(self._nodes) == 1)), family, most))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most, is_within=len(self._nodes) == 1)
+        placed = [with_owners(unit, lambda part: candidates[part.owner][0]) for unit in placed]
+        units = self._numbered(self._for_workers(placed, family, most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
@@ -127,14 +126,17 @@ class Generations:
             specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
             self._policy, self._partition_nbytes, self._fusion_nbytes)
 
+    def _owned_of(self, units: Sequence[UnitPlan]) -> list[int]:
+        """Return the bytes of *units* that each node owns."""
+        return owned_by(((part.wire_nbytes, part.owner) for unit in units for part in unit.parts), len(self._owned))
+
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
         others = [unit for unit in self.units if family and unit.edition_of == family]
-        return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+        return [all_ - theirs for all_, theirs in zip(self._owned, self._owned_of(others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
-        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their machines, and *helpers*.
-        """
+        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their nodes, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if node.index not in self._absent
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
@@ -194,7 +196,7 @@ class Generations:
             del self._retiring[number]
             for part in known[number].parts:
                 self._owned[part.owner] -= part.wire_nbytes
-            self._give_back([part.part for part in known[number].parts])
+            self._free_numbers([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
         alive = {unit.store_unit for unit in self.units}
@@ -210,11 +212,11 @@ class Generations:
         """Whether a committed unit has a tensor *name*."""
         return _has(self.units, name)
 
-    def _give_back(self, parts: Sequence[int]) -> None:
+    def _free_numbers(self, parts: Sequence[int]) -> None:
         if not parts:
             return
         for part in parts:
-            self.lent.pop(part, None)
+            self.unfinished.pop(part, None)
         joined: list[tuple[int, int]] = []
         for first, number in sorted([*self._free, (parts[0], len(parts))]):
             if joined and sum(joined[-1]) == first:
@@ -228,8 +230,7 @@ class Generations:
         self._more[node] = more_nbytes
 
     def ready(self, node: int, generation: int) -> Commit | None:
-        """Note that *node* has prepared *generation*; return the commit if it was the last. Late messages are ignored.
-        """
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Ignores late messages."""
         if self.in_flight is None or generation != self.number:
             return None
         self._ready.add(node)
@@ -261,7 +262,7 @@ class Generations:
     def _unready(self) -> list[int]:
         return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._absent]
 
-    # -- when a node is lost, or comes ---------------------------------------------------------------------------------
+    # -- losses and newcomers ------------------------------------------------------------------------------------------
 
     def lose(self, node: int) -> Sequence[TensorSpec]:
         """Place nothing on *node* any more; return what was in progress, which is given up and to be proposed anew."""
@@ -275,15 +276,10 @@ class Generations:
         return withdrawn
 
     def replace_lost(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
-        """Begin a generation in which partitions of lost nodes change owners; return the units concerned and the
-        changes.
+        """Begin a generation in which partitions of lost nodes change owners; return units concerned and changes.
 
-        What survivors own stays.
-
-        Raises
-        ------
-        CapacityError
-            If the nodes that could own them have refused too much for want of memory.
+        What survivors own stays. Raises `CapacityError` if the nodes that could own them have refused too much for want
+        of memory.
         """
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
@@ -292,15 +288,15 @@ class Generations:
                               lambda position: moves[position].candidates, self._is_wanted)
         own = owned_by(zip((move.part.wire_nbytes for move in moves), owners), len(owned))
         full = {node for node, most in self._limits.items() if own[node] > most}
-        if full:  # who lacks the last result of a partition cannot own it
+        if full:  # a node without the last result of a partition cannot own it
             left = [move for move, owner in zip(moves, owners) if owner in full]
             nodes = sorted({node for move in left for node in move.candidates})
-            rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
+            limits = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
             nbytes = sum(move.part.wire_nbytes for move in left)
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
-                f"{nodes}, which have their last results: at most {rooms} more")
-        return self._in_other_hands(moves, owners)
+                f"{nodes}, which have their last results: at most {limits} more")
+        return self._reassigned(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
         """Give *node* at most *room_nbytes* of what changes owners, until that is committed.
@@ -320,27 +316,26 @@ class Generations:
         owners = shared([move.part.wire_nbytes for move in moves], [move.part.owner for move in moves],
                         [tuple(move.candidates) for move in moves], machines, self._owned, self._policy)
         moved = [(move, owner) for move, owner in zip(moves, owners) if owner != move.part.owner]
-        return self._in_other_hands([move for move, _ in moved], [owner for _, owner in moved])
+        return self._reassigned([move for move, _ in moved], [owner for _, owner in moved])
 
     @staticmethod
-    def _in_other_hands(moves: Sequence[PartitionMove], owners: Sequence[int]
-                        ) -> tuple[list[UnitPlan], list[OwnerChange]]:
+    def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
+                    ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
-        units = [msgspec.structs.replace(unit, parts=tuple(
-            msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
-            for unit in {move.unit.unit: move.unit for move in moves}.values()]
+        units = [with_owners(unit, lambda part: of.get(part.part, part.owner))
+                 for unit in {move.unit.unit: move.unit for move in moves}.values()]
         return units, [move.owner_change(owner) for move, owner in zip(moves, owners)]
 
     def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
         """Count on the new owners of *units*, for which all nodes are ready; return the commit."""
         self._limits.clear()
-        self.lent |= {each.part: each for each in changes if each.lacking}
+        self.unfinished |= {each.part: each for each in changes if each.lacking}
         for each in changes:
-            if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
-                self.lent.pop(each.part, None)
+            if each.giver >= 0:  # the old owner lives, and what it has sent has arrived
+                self.unfinished.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
-        self._owned = _and([0] * len(self._owned), self.units)
+        self._owned = self._owned_of(self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
     def _is_wanted(self, node: int) -> bool:
@@ -350,20 +345,5 @@ class Generations:
         return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
-def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Return *units*, whose owners are positions in *candidates*, with nodes as owners."""
-    return [msgspec.structs.replace(unit, parts=tuple(
-        msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
-
-
 def _has(units: Sequence[UnitPlan], name: str) -> bool:
     return any(member.name == name for unit in units for member in unit.members)
-
-
-def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
-    """Return *owned*, bytes by node, with those of *units* added."""
-    total = list(owned)
-    for unit in units:
-        for part in unit.parts:
-            total[part.owner] += part.wire_nbytes
-    return total

@@ -1,4 +1,4 @@
-"""What the scheduler decides. Pure: messages and the time go in, messages come out.
+"""Decides for one job what the scheduler answers. Pure: messages and the time go in, messages come out.
 
     joins -> Admission -> Welcome
     declarations -> GenerationPlanner: Plan -> Ready from all -> Commit
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..placement_policy import check_policy
-from ..roster import Roster
-from .admission import Admission, ExpectedNodes, JobSettings as JobSettings, NicRates
+from ..roster import Roster, number_of
+from .admission import Admission, JobSettings as JobSettings, NicRates
 from .declarations import Declarations
 from .generations import Generations
 from .late_joins import LateJoins
@@ -46,25 +46,23 @@ class Job:
         self.settings = settings
         self.finished = False
         self.aborted: m.Abort | None = None
-        self.has_no_majority = False  # too few nodes with ranks are heard for anything to be decided
+        self.has_no_majority = False  # too few nodes with ranks are heard to decide anything
         self.name = settings.name
         #: Texts that the scheduler logs as warnings.
         self.remarks: list[str] = []
-        self._admission = Admission(
-            ExpectedNodes(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
-            settings.package, settings.fingerprint)
-        self._waits_since = None if settings.awaits_ranks else now  # for all to be there
+        self._admission = Admission(settings)
+        self._waits_since = None if settings.awaits_ranks else now  # when the job began to wait for all nodes
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
         self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
-        self._vouched: set[bytes] = set()  # who is silent for too long, and known to live
-        self._moved: set[bytes] = set()  # identities of processes that have others by now
-        self._refused = ""  # the last who came while the job gathered and was refused, and why
+        self._reached_by_others: set[bytes] = set()  # silent for too long, but known to live
+        self._replaced_senders: set[bytes] = set()  # earlier connections of processes that have reconnected
+        self._refused = ""  # why the last refused join was refused, while the job gathers
         self._left: set[int] = set()
-        self._unaware: set[bytes] = set()  # who has not said that the end was read
-        self._roster = Roster(())
-        self._admitted = False
+        self._unacknowledged: set[bytes] = set()  # nodes that have not acknowledged the end
+        self.roster = Roster(())  # empty until all nodes have joined
+        self.admitted = False  # whether all nodes have joined
         self._deferred: list[tuple[bytes, m.Message]] = []
         self._credit: m.CreditChanged | None = None
         self._declarations: Declarations
@@ -81,12 +79,12 @@ class Job:
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
             m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
             m.Retire: lambda now, sender, message: self._planning.retire(message),
-            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
+            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self.roster.index_of(sender), message),
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
             m.Credit: self._set_credit, m.ProbeResult: self._probed,
-            # Of an account that this scheduler has not asked for, or asks for no more.
+            # Of a report that this scheduler has not asked for, or asks for no more.
             m.CommittedUnits: lambda now, sender, message: [], m.RejoinComplete: lambda now, sender, message: [],
         }
 
@@ -98,78 +96,56 @@ class Job:
     @property
     def is_known_to_be_over(self) -> bool:
         """Whether all nodes have read that the job has finished."""
-        return not self._unaware
-
-    @property
-    def admitted(self) -> bool:
-        """Whether all nodes have joined."""
-        return self._admitted
+        return not self._unacknowledged
 
     @property
     def joins(self) -> dict[bytes, m.Join]:
         """The joins so far, by sender, until all nodes have joined."""
-        return {} if self._admitted else self._admission.joins
+        return {} if self.admitted else self._admission.joins
 
     @property
     def heard(self) -> dict[bytes, tuple[int, float]]:
         """Each node that takes part, and when it was heard, by sender."""
-        alive = set(self._roster.alive_senders)
-        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._heartbeats.seen.items()
+        alive = set(self.roster.alive_senders)
+        return {sender: (self.roster.index_of(sender), seen) for sender, seen in self._heartbeats.seen.items()
                 if sender in alive}
 
     @property
     def coming(self) -> list[bytes]:
         """The connections of late nodes that do not take part yet, last those for which there is no room."""
-        if not self._admitted:
+        if not self.admitted:
             return []
-        return [*(self._roster.senders[index] for index in sorted(self._roster.joining)), *self._late_joins.queue]
-
-    @property
-    def lost(self) -> set[int]:
-        """The nodes that the job goes on without."""
-        return self._roster.lost
-
-    @property
-    def absent(self) -> set[int]:
-        """The nodes that take no part: lost ones, and late ones that do not yet."""
-        return self._roster.absent
-
-    @property
-    def nodes(self) -> tuple[m.NodeInfo, ...]:
-        """All nodes, once they have joined."""
-        return self._roster.nodes
-
-    # -- what comes in ------------------------------------------------------------------------------------
+        return [*(self.roster.senders[index] for index in sorted(self.roster.joining)), *self._late_joins.queue]
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
-        if sender in self._moved:
+        if sender in self._replaced_senders:
             return []
         if isinstance(message, m.FinishAck):
-            self._unaware.discard(sender)
+            self._unacknowledged.discard(sender)
             return []
         if isinstance(message, m.Join) and (self.over or sender not in self._heartbeats):
             return self._newcomer(now, sender, message)
         if self.over or sender not in self._heartbeats:
             return []
         self._heartbeats.heard(now, sender)
-        settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
-        out = [each for helper, error in settled for each in self._gone(now, helper, error)]
-        return out + self._understand(now, sender, message)
+        settled = self._losses.disproved(now, sender) if self.admitted else ()  # helpers that have called it lost
+        out = [each for helper, error in settled for each in self._lose(now, helper, error)]
+        return out + self._handle(now, sender, message)
 
-    def _understand(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
+    def _handle(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if isinstance(message, m.Heartbeat):
             return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
             return self._lost(now, sender, message)
         if isinstance(message, m.Join):
             return self._join(now, sender, message)
-        if not self._admitted:
-            return self._blame(now, sender, ProtocolError(
+        if not self.admitted:
+            return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
         rank = getattr(message, "rank", None)
-        if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
-            return self._blame(now, sender, ProtocolError(
+        if rank is not None and self.roster.node_of(rank) != self.roster.index_of(sender):
+            return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, which is not its own"))
         if self._losses.recovery is not None and isinstance(message, _DEFERRED):
             self._deferred.append((sender, message))
@@ -185,12 +161,12 @@ class Job:
         A client that is no member is refused. While the job gathers, it would wait for a node with ranks that is
         refused (a `Join` that *has_ranks*), so the job is aborted at once.
         """
-        if sender in self._moved:
+        if sender in self._replaced_senders:
             return []
         if not self.over and sender in self._heartbeats:
-            return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
+            return self._fail(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
         refuse: m.Outgoing = [(sender, m.refusal(error))]
-        if self.over or self._admitted:
+        if self.over or self.admitted:
             return refuse
         self._refused = str(error)
         return refuse + self.abort(error, but=[sender]) if has_ranks else refuse
@@ -199,32 +175,32 @@ class Job:
         """Decide what follows from the end of *sender*'s connection."""
         if self.over or sender not in self._heartbeats:
             return []
-        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
+        return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
     def closed(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from the end of *sender*'s connection, which may come back as another one."""
-        if self.over or (self._admitted and self._late_joins.leave_queue(sender)) or sender not in self._heartbeats:
+        if self.over or (self.admitted and self._late_joins.leave_queue(sender)) or sender not in self._heartbeats:
             return []
-        if self._admitted:
-            self._probes.closed(now, self._roster.index_of(sender))
+        if self.admitted:
+            self._probes.closed(now, self.roster.index_of(sender))
             return self._drop_if_dead(now, sender)
-        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
-                          ) if self._can_be_missed(sender) else []  # it says again that it joins, if it lives
+        return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
+                          ) if self._is_dispensable(sender) else []  # it says again that it joins, if it lives
 
     def _drop_if_dead(self, now: float, sender: bytes) -> m.Outgoing:
         """Drop the node behind *sender* if its process is proven dead, or end the job."""
-        only_sums = self._only_sums(sender)
-        if not self._probes.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
+        only_sums = self._is_helper(sender)
+        if not self._probes.is_dead(now, self.roster.index_of(sender), 0.0 if only_sums else DEAD_S):
             return []
         return self.unreachable(now, sender)
 
     def _probed(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
         """Take the result of a probe; see at once whether the probed node is still connected here."""
-        if message.node >= len(self._roster.nodes) or message.node < 0:
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
-                                                          f"{len(self._roster.nodes)}"))
-        probed = self._roster.senders[message.node]
+        if message.node >= len(self.roster.nodes) or message.node < 0:
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
+                                                          f"{len(self.roster.nodes)}"))
+        probed = self.roster.senders[message.node]
         self._probes.probed(now, message)
         if message.outcome != "refused" or probed not in self._heartbeats:
             return []
@@ -237,23 +213,23 @@ class Job:
         if self.over:
             return []
         waited_s = 0.0 if self._waits_since is None else now - self._waits_since
-        if (not self._admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
+        if (not self.admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
                 and self._admission.has_all_ranks()):
             return self._welcome()
-        if not self._admitted and waited_s >= self.settings.start_timeout_s:
+        if not self.admitted and waited_s >= self.settings.start_timeout_s:
             refused = f"; refused: {self._refused}" if self._refused else ""
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
         out: m.Outgoing = []
-        silent = self._heartbeats.silent(now, self._only_sums)
-        if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
+        silent = self._heartbeats.silent(now, self._is_helper)
+        if self.admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.has_no_majority = True
             return []
         for sender, words in silent:
-            if not self.over and not self._is_vouched_for(now, sender, words):
-                out += self._gone(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
-        if self._admitted:
-            out += self._look_for(now)
+            if not self.over and not self._is_reached_by_others(now, sender, words):
+                out += self._lose(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
+        if self.admitted:
+            out += self._probe_silent(now)
             out += self._expire(now)
         if self.over:
             return out
@@ -261,55 +237,53 @@ class Job:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
-        if self._admitted:
+        if self.admitted:
             out += self._queries.expire(now)
         return out
 
-    def _is_vouched_for(self, now: float, sender: bytes, words: str) -> bool:
-        """Whether other nodes reach the node behind *sender*, which has ranks and is silent here for too long
-        (*words*).
-        """
-        if not self._admitted or self._only_sums(sender):
+    def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
+        """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
+        if not self.admitted or self._is_helper(sender):
             return False
-        if not self._probes.lives(now, self._roster.index_of(sender), self._heartbeats.seen[sender]):
+        if not self._probes.lives(now, self.roster.index_of(sender), self._heartbeats.seen[sender]):
             return False
-        if sender not in self._vouched:
-            self._vouched.add(sender)
+        if sender not in self._reached_by_others:
+            self._reached_by_others.add(sender)
             self.remarks.append(f"{self._name(sender)} has been {words}, but other nodes reach it: it has "
                                 f"start_timeout_s = {self.settings.start_timeout_s:g} s to reach the scheduler again")
         return True
 
-    def _look_for(self, now: float) -> m.Outgoing:
+    def _probe_silent(self, now: float) -> m.Outgoing:
         """Probe the nodes with ranks that are not heard, or have closed their connection; drop those that are dead."""
         out: m.Outgoing = []
         for sender, seen in list(self._heartbeats.seen.items()):
-            if self.over or not self._roster.knows(sender):
+            if self.over or not self.roster.knows(sender):
                 continue
             out += self._drop_if_dead(now, sender)
-            index = self._roster.index_of(sender)
+            index = self.roster.index_of(sender)
             if self.over or sender not in self._heartbeats or (
-                    self._only_sums(sender) and not self._probes.is_closed(index)):
+                    self._is_helper(sender) and not self._probes.is_closed(index)):
                 continue
             out += self._probes.ask(now, index, seen, lambda sender=sender: [
-                (self._roster.index_of(other), other) for other in self._roster.alive_senders
+                (self.roster.index_of(other), other) for other in self.roster.alive_senders
                 if other != sender and (self._losses.is_worker(other) or self._losses.is_worker(sender))
                 and now - self._heartbeats.seen.get(other, 0.0) < self.settings.lease_s / 4])
         return out
 
     def quiet(self, now: float) -> list[bytes]:
         """Return the nodes of which `pulse` must be called before the next `tick`."""
-        return [] if self.over else self._heartbeats.quiet(now, self._only_sums)
+        return [] if self.over else self._heartbeats.quiet(now, self._is_helper)
 
     def pulse(self, sender: bytes, at: float | None) -> None:
         """Note when the last byte of *sender*'s connection came; None: not known."""
         self._heartbeats.pulse(sender, at)
 
-    def _only_sums(self, sender: bytes) -> bool:
-        return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
+    def _is_helper(self, sender: bytes) -> bool:
+        return self.admitted and self.roster.knows(sender) and not self._losses.is_worker(sender)
 
-    def _can_be_missed(self, sender: bytes) -> bool:
+    def _is_dispensable(self, sender: bytes) -> bool:
         """Whether the job can go on, or gather, without the node behind *sender*, which then has no ranks."""
-        if self._admitted:
+        if self.admitted:
             return not self._losses.is_worker(sender)
         join = self._admission.joins.get(sender)
         return join is not None and not join.ranks
@@ -317,8 +291,8 @@ class Job:
     def _expire(self, now: float) -> m.Outgoing:
         out: m.Outgoing = []
         for sender, error in (*self._late_joins.overdue(now), *self._losses.overdue_newcomers(now)):
-            out += self._gone(now, sender, PeerLostError(str(error)))
-        out += self._look_at_queue(now)
+            out += self._lose(now, sender, PeerLostError(str(error)))
+        out += self._admit_queued(now)
         overdue = self._losses.overdue(now)
         return out if overdue is None else out + self.abort(overdue)
 
@@ -334,19 +308,19 @@ class Job:
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        refusal = self._late_joins.refusal(sender, join, self.finished) if self._admitted else None
+        refusal = self._late_joins.refusal(sender, join, self.finished) if self.admitted else None
         if refusal is not None:
             return [(sender, m.refusal(refusal))]
-        if self._admitted and not self._late_joins.has_room:
+        if self.admitted and not self._late_joins.has_room:
             self._late_joins.wait(now, sender, join)
             return []
         self._heartbeats.heard(now, sender)
-        if self._admitted:
+        if self.admitted:
             self._measuring.add(join.nic_rate_bytes)
             return self._late_joins.admit(now, sender, join)
         return self._join(now, sender, join)
 
-    def _look_at_queue(self, now: float) -> m.Outgoing:
+    def _admit_queued(self, now: float) -> m.Outgoing:
         """Admit the nodes for which there is room now; refuse those that have waited long enough."""
         out: m.Outgoing = []
         while (found := self._late_joins.next_in_queue(now)) is not None:
@@ -358,41 +332,41 @@ class Job:
         welcome = self._late_joins.newcomer_ready(sender, message, self.name, self._losses.committed_epoch,
                                                   self._measuring.rates, self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
-        return welcome + tuned + self._take_in(now)
+        return welcome + tuned + self._integrate_newcomers(now)
 
-    def _take_in(self, now: float) -> m.Outgoing:
+    def _integrate_newcomers(self, now: float) -> m.Outgoing:
         """Let connected newcomers take part, and give a share to those that have none."""
         if self._losses.recovery is not None or self._measuring.waiting:
             return []
-        out = self._losses.take_in(now, self._late_joins.take_linked())
-        self._know()
+        out = self._losses.integrate(now, self._late_joins.take_linked())
+        self._update_nodes()
         return out
 
-    def _know(self) -> None:
+    def _update_nodes(self) -> None:
         """Plan with the current nodes and the known rates of their NICs."""
-        self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
+        self._generations.update_nodes(self._measuring.known(self.roster.nodes), self.roster.absent)
 
     def _join(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Admit a new node or take a node's corrected counts; welcome all nodes when it was the last."""
-        if self._admitted:
-            if self._late_joins.is_coming(self._roster.index_of(sender)):
+        if self.admitted:
+            if self._late_joins.is_coming(self.roster.index_of(sender)):
                 return []  # other counts: of no matter for a job that runs
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
         refusal = self._admission.check(join) or self._admission.surplus(join)
         if refusal is not None:
-            return self._turn_away(sender, join, refusal)
+            return self._refuse_join(sender, join, refusal)
         if self._waits_since is None and join.ranks:
             self._waits_since = now
         before = self._admission.add(sender, join)
         if before is not None:
             self._heartbeats.forget(before)
-            self._moved.add(before)
+            self._replaced_senders.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
-            return self._turn_away(sender, join, contradiction)
+            return self._refuse_join(sender, join, contradiction)
         return self._welcome() if self._admission.complete() else []
 
-    def _turn_away(self, sender: bytes, join: m.Join, error: BpsError) -> m.Outgoing:
+    def _refuse_join(self, sender: bytes, join: m.Join, error: BpsError) -> m.Outgoing:
         """Refuse the node that has sent *join*. If the job cannot be complete without its ranks, it ends at once."""
         refuse = (sender, m.refusal(error))
         if join.ranks and not self._admission.has_all_ranks(but=sender):
@@ -403,9 +377,9 @@ class Job:
         self.remarks.append(f"refused the node on host {join.host} (pid {join.pid}): {error}")
         return [refuse]
 
-    def _blame(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
+    def _fail(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
         """Drop the node behind *sender*, whose message makes no sense; if it has ranks, end the job."""
-        return self._gone(now, sender, PeerLostError(str(error))) if self._can_be_missed(sender) else self.abort(error)
+        return self._lose(now, sender, PeerLostError(str(error))) if self._is_dispensable(sender) else self.abort(error)
 
     def _welcome(self) -> m.Outgoing:
         """Start the job with the nodes that have joined: all nodes with ranks, and maybe not all helpers."""
@@ -418,8 +392,8 @@ class Job:
             self.remarks.append(
                 f"the job starts without {n_missing} of its helpers, which have not joined within "
                 f"{_HELPERS_WAIT * self.settings.start_timeout_s:g} s (half of start_timeout_s): they may still come")
-        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
-                for index, sender in enumerate(self._roster.senders)]
+        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self.roster.nodes, job=self.name))
+                for index, sender in enumerate(self.roster.senders)]
 
     def _begin_with(self, roster: Roster, is_short: bool = True) -> None:
         """Begin to decide for the nodes of *roster*; *is_short*: maybe not all helpers are among them."""
@@ -431,66 +405,64 @@ class Job:
         self._late_joins = LateJoins(roster, self._admission, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
-        self._roster = roster
+        self.roster = roster
         self._measuring = NicRates(roster.nodes)
         self._queries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._measuring.waiting, self._losses)
         self._planning = GenerationPlanner(roster, self._declarations, self._generations, self._losses,
-                                  self._measuring.waiting)
+                                           self._measuring.waiting)
         self._handlers |= self._queries.handlers
-        self._admitted = True
+        self.admitted = True
 
-    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
+    def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue where another scheduler stopped."""
-        self._begin_with(past.roster)
-        self.name = past.job
-        self._heartbeats.restart(now, set(past.roster.alive_senders) - {b""})
-        self._roster.lost |= past.lost
-        self._measuring.resume(past.rates, past.unmeasured)
-        self._know()
-        self._generations.resume(past)
-        self._declarations.resume(past.committed, past.failed, past.n_declared)
-        self._barriers.resume(past.barrier)
-        senders = past.roster.senders
-        out = [(senders[index], message) for index, messages in past.answers.items() for message in messages]
-        out += self._losses.resume(now, past)
-        for index, message in past.later:
+        self._begin_with(snapshot.roster)
+        self.name = snapshot.job
+        self._heartbeats.restart(now, set(snapshot.roster.alive_senders) - {b""})
+        self.roster.lost |= snapshot.lost
+        self._measuring.resume(snapshot.rates, snapshot.unmeasured)
+        self._update_nodes()
+        self._generations.resume(snapshot)
+        self._declarations.resume(snapshot.committed, snapshot.failed, snapshot.n_declared)
+        self._barriers.resume(snapshot.barrier)
+        senders = snapshot.roster.senders
+        out = [(senders[index], message) for index, messages in snapshot.answers.items() for message in messages]
+        out += self._losses.resume(now, snapshot)
+        for index, message in snapshot.later:
             out += self.receive(now, senders[index], message)
         return out
 
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> m.Outgoing:
         """Take a node's measurement; after the last one, tell all nodes, and plan what waited for it."""
-        if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
+        if not self._measuring.measured(self.roster.index_of(sender), message.nic_rate_bytes):
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
 
     def _all_measured(self, now: float) -> m.Outgoing:
         if self._measuring.waiting:
             return []
-        self._know()
-        return self._to_all(self._measuring.message) + self._take_in(now) + self._planning.plan()
-
-    # -- what nodes can do --------------------------------------------------------------------------------
+        self._update_nodes()
+        return self._to_all(self._measuring.message) + self._integrate_newcomers(now) + self._planning.plan()
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> m.Outgoing:
-        index = self._roster.index_of(sender)
+        index = self.roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
         commits = self._losses.ready(index, message.generation)
-        return commits + self._go_on(now) if commits else self._planning.ready(index, message.generation)
+        return commits + self._resume_deferred(now) if commits else self._planning.ready(index, message.generation)
 
     def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> m.Outgoing:
         self._credit = m.CreditChanged(nbytes=message.nbytes)
         return self._to_all(self._credit, True)
 
     def _room(self, now: float, sender: bytes, message: m.MemoryFreed) -> m.Outgoing:
-        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
+        self._generations.can_own(self.roster.index_of(sender), message.ownable_nbytes)
         return []
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> m.Outgoing:
         self._left.add(message.rank)
-        if len(self._left) < self._roster.size:
+        if len(self._left) < self.roster.size:
             answers = self._queries.rank_left(message.rank)
             return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
@@ -498,45 +470,45 @@ class Job:
     def finish(self, senders: Sequence[bytes]) -> m.Outgoing:
         """All ranks have left: tell *senders*, and wait for their acknowledgement."""
         self.finished = True
-        self._unaware.update(senders)
+        self._unacknowledged.update(senders)
         return [(sender, m.Finish()) for sender in senders]
 
     def finish_again(self, sender: bytes, node: int) -> m.Outgoing:
         """Tell *node*, which has reconnected as *sender*, what it has missed."""
-        if node < len(self._roster.nodes):
-            self._unaware.discard(self._roster.senders[node])
+        if node < len(self.roster.nodes):
+            self._unacknowledged.discard(self.roster.senders[node])
         return self.finish([sender])
 
     # -- losses -------------------------------------------------------------------------------------------
 
     def _lost(self, now: float, sender: bytes, message: m.Lost) -> m.Outgoing:
-        error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
+        error = PeerLostError(f"{self.roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
-        kind, _, number = message.who.partition(" ")
-        if not self._admitted and self._can_be_missed(sender):
-            return self._gone(now, sender, error)
-        if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
+        node = number_of("node", message.who)
+        if not self.admitted and self._is_dispensable(sender):
+            return self._lose(now, sender, error)
+        if not self.admitted or not 0 <= node < len(self.roster.nodes):
             return self.abort(error)
-        if int(number) in self._roster.lost:
+        if node in self.roster.lost:
             return []
-        lost = self._roster.senders[int(number)]
+        lost = self.roster.senders[node]
         if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
-            self._losses.doubt(now, lost, sender, error)
+            self._losses.suspect(now, lost, sender, error)
             return []
-        return self._gone(now, lost, error)
+        return self._lose(now, lost, error)
 
-    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
+    def _lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
         """Drop the node behind *sender* if it has no ranks, else end the job with *error*."""
         if self.over or sender not in self._heartbeats:
             return []
-        if not self._can_be_missed(sender):
+        if not self._is_dispensable(sender):
             return self.abort(error)
         self._heartbeats.forget(sender)
-        if not self._admitted:
+        if not self.admitted:
             self._admission.remove(sender)
             self.remarks.append(f"the job gathers without a helper that had joined: {error}")
-            return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=str(error)))]
-        index = self._roster.index_of(sender)
+            return [(sender, m.dropped(error))]
+        index = self.roster.index_of(sender)
         if self._late_joins.is_coming(index):
             return self._late_joins.give_up(index, error)
         out = self._losses.lose(now, sender, error)
@@ -544,9 +516,9 @@ class Job:
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
-    def _go_on(self, now: float) -> m.Outgoing:
+    def _resume_deferred(self, now: float) -> m.Outgoing:
         """Do what was deferred until a recovery's commit; newcomers come first."""
-        out = self._take_in(now)
+        out = self._integrate_newcomers(now)
         if self._losses.recovery is not None:
             return out
         deferred, self._deferred = self._deferred, []
@@ -555,17 +527,15 @@ class Job:
             out += self.receive(now, sender, message)
         return out
 
-    # -- addressing ---------------------------------------------------------------------------------------
-
     def _name(self, sender: bytes) -> str:
         """Describe the node behind *sender*."""
-        if self._admitted:
-            return self._roster.describe_node(self._roster.index_of(sender))
+        if self.admitted:
+            return self.roster.describe_node(self.roster.index_of(sender))
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
     def _to_all(self, message: m.Message, and_newcomers: bool = False) -> m.Outgoing:
-        senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
+        senders = self.roster.alive_senders if self.admitted else list(self._admission.joins)
         if and_newcomers:
             senders += self.coming
         return [(sender, message) for sender in senders]

@@ -1,5 +1,4 @@
-"""A key-value store at the scheduler, by which ranks exchange small values: addresses, names, agreements of a group.
-Pure.
+"""A key-value store at the scheduler, by which ranks exchange small values such as addresses. Pure.
 
 A lookup waits until the value is there, its own time is up, or the rank that should store it has called shutdown.
 """
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, MismatchError
 from ..messages import KeyValueReply, Lookup, Publish
-from ..roster import Roster
+from ..roster import Roster, number_of
 
 #: The longest key and value, and the most bytes that one rank may store at a time.
 KEY_MAX_NBYTES = 256
@@ -48,22 +47,21 @@ class KeyValueStore:
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         self._roster = roster
         self._left = left
-        self._notices: dict[str, _Notice] = {}
+        self._values: dict[str, _Notice] = {}
         self._waiting: dict[str, list[_Question]] = {}
 
     def publish(self, message: Publish) -> list[KeyValueReply]:
-        """Store a value, in place of the same rank's earlier one; return the replies, also to lookups that waited for
-        it.
+        """Store a value, in place of the same rank's earlier one; return the replies, also to lookups that waited.
 
         A key belongs to the rank that published it first, until that rank withdraws it.
         """
-        held = self._notices.get(message.key)
+        held = self._values.get(message.key)
         if held is not None and held.rank != message.rank:
             return [_refused(message, MismatchError(
                 f"notice {message.key!r}: rank {message.rank} publishes what {self._roster.describe_rank(held.rank)} "
                 "has published"))]
         total = _nbytes(message.key, message.value) + sum(
-            _nbytes(key, notice.value) for key, notice in self._notices.items()
+            _nbytes(key, notice.value) for key, notice in self._values.items()
             if notice.rank == message.rank and key != message.key)
         try:
             check(message.key, message.value)
@@ -72,18 +70,18 @@ class KeyValueStore:
                                     f"bytes, at most {RANK_MAX_NBYTES} are kept of a rank; withdraw some")
         except (CapacityError, ConfigError) as exc:
             return [_refused(message, exc)]
-        self._notices[message.key] = _Notice(message.rank, message.value)
+        self._values[message.key] = _Notice(message.rank, message.value)
         answers = [_found(question.asked, message.value) for question in self._waiting.pop(message.key, ())]
         return [KeyValueReply(rank=message.rank, question=message.question), *answers]
 
     def withdraw(self, rank: int, prefix: str) -> None:
         """Remove the values of *rank* whose keys begin with *prefix*."""
-        self._notices = {key: notice for key, notice in self._notices.items()
+        self._values = {key: notice for key, notice in self._values.items()
                          if notice.rank != rank or not key.startswith(prefix)}
 
     def lookup(self, now: float, message: Lookup) -> list[KeyValueReply]:
         """Return the reply to a lookup if there is one already."""
-        held = self._notices.get(message.key)
+        held = self._values.get(message.key)
         if held is not None:
             return [_found(message, held.value)]
         if self._is_vain(message):
@@ -112,11 +110,10 @@ class KeyValueStore:
         return [KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
             f"rank {asked.rank} waited {asked.timeout_s:g} s for notice {asked.key!r}: "
             f"{self._roster.describe(asked.who) or 'nobody'} has not published it"))
-            for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
+                for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
 
     def _is_vain(self, asked: Lookup) -> bool:
-        kind, _, number = asked.who.partition(" ")
-        return kind == "rank" and number.isdecimal() and self._left(int(number))
+        return (rank := number_of("rank", asked.who)) >= 0 and self._left(rank)
 
     def _in_vain(self, asked: Lookup) -> KeyValueReply:
         return KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(

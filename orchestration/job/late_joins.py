@@ -1,9 +1,9 @@
-"""Nodes that join a running job: checked, announced to the others, connected, then taken in. Pure.
+"""Lets nodes join a running job: they are checked, announced to the others, connected, then taken in. Pure.
 
     coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
-    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job continues undisturbed
+    welcomed    all of them do: it gets all nodes (`Welcome`), and connects, while the job continues undisturbed
     linked      it, and all of them, have said so (`NewcomerReady`): the next change of epoch takes it in
-                (`NodeLosses.take_in`)
+                (`NodeLosses.integrate`)
 
 Only nodes without ranks can come, and only as many as the job expects. If it has that many helpers, one more waits for
 a lease, in case one of them is dead and not yet known to be, and is refused then. A newcomer that is refused, dies, or
@@ -51,7 +51,7 @@ class LateJoins:
         self._settings = settings
         self._timeout_s = settings.start_timeout_s
         self._coming: dict[int, _Coming] = {}
-        self._queue: dict[bytes, tuple[m.Join, float]] = {}  # who waits for room, and until when
+        self._queue: dict[bytes, tuple[m.Join, float]] = {}  # joins that wait for room, and until when
 
     def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
         """Return why the node of *join* cannot come late, if it cannot."""
@@ -126,7 +126,7 @@ class LateJoins:
         return index in self._coming
 
     def newcomer_ready(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
-              units: Sequence[m.UnitPlan]) -> m.Outgoing:
+                       units: Sequence[m.UnitPlan]) -> m.Outgoing:
         """Note that a node expects a newcomer, or is connected to it.
 
         *job*: its name; *epoch*: the last committed one; *rates*: of NICs, by node; *units*: the committed ones.
@@ -188,7 +188,5 @@ class LateJoins:
         del self._coming[index]
         self._roster.joining.discard(index)
         self._roster.lost.add(index)
-        shutdown_notice = m.Abort(error="PeerLostError", goes_on=True,
-                                  reason=f"the job goes on without this node: {error}")
-        return [(self._roster.senders[index], shutdown_notice),
+        return [(self._roster.senders[index], m.dropped(f"the job goes on without this node: {error}")),
                 *((self._roster.senders[worker], m.NewcomerGone(node=index)) for worker in self._roster.workers)]

@@ -1,5 +1,4 @@
-"""Which nodes live: their messages and bytes (`HeartbeatMonitor`), and what other nodes find at their ports
-(`NodeProbes`).
+"""Tells which nodes live, by their messages (`HeartbeatMonitor`) and by probes of their ports (`NodeProbes`). Pure.
 
 A *message* comes from a node's control loop: a node that sends none for `lease_s` hangs. A *pulse* is any byte of its
 connection, at the time at which the kernel received it. libzmq's native threads send heartbeats by themselves, so
@@ -11,7 +10,7 @@ A node that is not heard, or whose connection has closed, may be cut off from th
 to connect to its data port (`ProbeRequest`, `ProbeResult`). While it answers one of them it lives, and has
 `start_timeout_s` to reach the scheduler again; else `lease_s`. It counts as lost sooner only if its process is proven
 dead: its connection to the scheduler has closed, and its data port refuses connections. One of the two alone may be a
-reset connection, or a firewall whose rules are changing. Pure.
+reset connection, or a firewall whose rules are changing.
 """
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ class HeartbeatMonitor:
 #: Time for which both signs of death must last for a node with ranks: reloading a firewall takes less.
 DEAD_S = 1.0
 #: The most nodes at a time that probe one node.
-_MOST_VISITORS = 3
+_MOST_PROBING = 3
 _NEVER = float("-inf")
 
 
@@ -143,9 +142,7 @@ class NodeProbes:
         return now - self._answered.get(index, _NEVER) < self._lease_s and now - seen < self._timeout_s
 
     def ask(self, now: float, index: int, seen: float, others: Callable[[], Sequence[tuple[int, bytes]]]) -> m.Outgoing:
-        """Return the probes of node *index* that are due now, by *others* (index and sender), if it was not *seen* for
-        a while.
-        """
+        """Return the probes of node *index*, last heard at *seen*, that are due now; *others*: who is to ask."""
         is_closed = index in self._closed
         if not is_closed and now - seen < self._lease_s / 2:
             return []
@@ -154,4 +151,4 @@ class NodeProbes:
             return []
         self._asked[index] = now
         after = sorted(others(), key=lambda other: (other[0] <= index, other[0]))
-        return [(sender, m.ProbeRequest(node=index)) for _, sender in after[:_MOST_VISITORS]]
+        return [(sender, m.ProbeRequest(node=index)) for _, sender in after[:_MOST_PROBING]]

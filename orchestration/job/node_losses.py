@@ -1,4 +1,4 @@
-"""Which nodes are lost or only suspected, and the change of epoch in progress. Pure; `Job` calls it.
+"""Records which nodes are lost or suspected, and runs the change of epoch in progress. Pure; `Job` calls it.
 
 A node without ranks can be dropped: it is left out of the roster, and an `EpochChange` begins. The same happens for
 nodes that come late, which then get their share of the sums. A node with ranks cannot be dropped. A helper that calls
@@ -34,37 +34,37 @@ class NodeLosses:
         self.committed_epoch = FIRST_EPOCH
         self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a change began
         #: By a node with ranks, and a helper that has called it lost: when, and why.
-        self._doubts: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
-        self._owed: set[int] = set()  # newcomers that take part, but have not got their share
+        self._suspected: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
+        self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
         #: The change under way.
         self.recovery: EpochChange | None = None
 
-    # -- who is lost --------------------------------------------------------------------------------------
+    # -- losses and suspicions ----------------------------------------------------------------------------
 
     def is_worker(self, sender: bytes) -> bool:
         """Whether the node behind *sender* has ranks, so that the job cannot go on without it."""
         return bool(self._roster.nodes[self._roster.index_of(sender)].ranks)
 
-    def doubt(self, now: float, lost: bytes, helper: bytes, error: PeerLostError) -> None:
+    def suspect(self, now: float, lost: bytes, helper: bytes, error: PeerLostError) -> None:
         """Note that *helper* calls *lost*, a node with ranks, lost because of *error*."""
-        self._doubts.setdefault(lost, {}).setdefault(helper, (now, error))
+        self._suspected.setdefault(lost, {}).setdefault(helper, (now, error))
 
-    def settle(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
+    def disproved(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
         """Return the helpers that have called *sender* lost, which is heard, and why: they cannot reach each other."""
-        doubts = self._doubts.get(sender, {})
-        due = [helper for helper, (since, _) in doubts.items() if now - since >= _ALIVE_S]
-        return [(helper, doubts.pop(helper)[1]) for helper in due]
+        suspected = self._suspected.get(sender, {})
+        due = [helper for helper, (since, _) in suspected.items() if now - since >= _ALIVE_S]
+        return [(helper, suspected.pop(helper)[1]) for helper in due]
 
     def lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
         """Drop the helper behind *sender*: begin a recovery, or begin anew the one in progress."""
         index, before = self._roster.index_of(sender), self.recovery
         self._roster.lost.add(index)
-        self._owed.discard(index)
+        self._without_share.discard(index)
         self._withdrawn = self._generations.lose(index) or self._withdrawn
         lost, reason = {index}, str(error)
         if before is not None and before.lost:
             lost, reason = {index, *before.lost}, f"{before.reason}; {error}"
-        abort = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
+        abort = m.dropped(f"the job goes on without this node: {error}")
         return [(sender, abort), *self._begin(now, reason, lost)]
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
@@ -72,35 +72,35 @@ class NodeLosses:
         workers = self._roster.workers
         return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
 
-    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
+    def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
-        self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
-        if not past.absent and not past.frozen:
+        self._epoch = self.committed_epoch = snapshot.epoch  # if not committed, a next one precedes any newcomer
+        if not snapshot.absent and not snapshot.frozen:
             return []
         names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
         return self._begin(now, f"{names or 'nobody'} was lost beside the scheduler, or when that was lost",
                            self._roster.lost)
 
-    # -- who comes late -----------------------------------------------------------------------------------
+    # -- newcomers ----------------------------------------------------------------------------------------
 
-    def take_in(self, now: float, newcomers: Collection[int]) -> m.Outgoing:
+    def integrate(self, now: float, newcomers: Collection[int]) -> m.Outgoing:
         """Let *newcomers* take part, and give them their share, and also those that a loss has kept from it."""
         self._roster.joining.difference_update(newcomers)
-        self._owed.update(newcomers)
-        if not self._owed:
+        self._without_share.update(newcomers)
+        if not self._without_share:
             return []
         self._withdrawn = self._generations.withdraw() or self._withdrawn
-        names = "; ".join(map(self._roster.describe_node, sorted(self._owed)))
-        return self._begin(now, f"{names} has come" if len(self._owed) == 1 else f"{names} have come",
-                           joined=self._owed)
+        names = "; ".join(map(self._roster.describe_node, sorted(self._without_share)))
+        return self._begin(now, f"{names} has come" if len(self._without_share) == 1 else f"{names} have come",
+                           joined=self._without_share)
 
-    def leave_as_it_is(self, now: float, why: str) -> m.Outgoing:
+    def restart_without_share(self, now: float, why: str) -> m.Outgoing:
         """Begin anew the change in progress, without giving newcomers a share, because of *why*."""
         assert self.recovery is not None and not self.recovery.lost
-        self._owed.clear()
+        self._without_share.clear()
         return self._begin(now, f"{self.recovery.reason}, but gets nothing that others sum: {why}")
 
-    def gets_too_much(self, node: int, room_nbytes: int) -> bool:
+    def limit_share(self, node: int, room_nbytes: int) -> bool:
         """Note that *node* has no memory for the partitions of lost nodes, except for about *room_nbytes*.
 
         Returns False if it was to own none.
@@ -113,7 +113,7 @@ class NodeLosses:
             self._generations.limit(node, room_nbytes, given)
         return given > 0
 
-    def begin_anew(self, now: float) -> m.Outgoing:
+    def restart(self, now: float) -> m.Outgoing:
         """Begin anew the change in progress, which a node cannot prepare."""
         assert self.recovery is not None
         return self._begin(now, self.recovery.reason, self.recovery.lost)
@@ -125,17 +125,14 @@ class NodeLosses:
             return []
         return [(self._roster.senders[index], StallError(
             f"{self._roster.describe_node(index)} did not answer within start_timeout_s = {self._timeout_s:g} s, when "
-            "it was to get its share of the sums")) for index in recovery.missing if index in self._owed]
+            "it was to get its share of the sums")) for index in recovery.missing if index in self._without_share]
 
-    # -- the change under way -----------------------------------------------------------------------------
+    # -- the change of epoch in progress ------------------------------------------------------------------
 
     def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
         """Note that *node* has stopped; after the last one, tell all nodes which partitions change owners.
 
-        Raises
-        ------
-        BpsError
-            If the job cannot go on without what was lost, or nodes contradict each other.
+        Raises `BpsError` if the job cannot go on without what was lost, or nodes contradict each other.
         """
         recovery = self.recovery
         if recovery is None or not recovery.frozen(node, message):
@@ -143,16 +140,16 @@ class NodeLosses:
         try:
             if recovery.joined:
                 units, changes = self._generations.share(
-                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.unfinished))
             else:
                 units, changes = self._generations.replace_lost(
-                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.unfinished))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
         recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
         return self._roster.to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                      owner_changes=tuple(changes)))
+                                             owner_changes=tuple(changes)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
         """Note that *node* is prepared; after the last one, end the change with its commit."""
@@ -160,7 +157,7 @@ class NodeLosses:
         if recovery is None or not recovery.ready(node, generation):
             return []
         self.recovery, self.committed_epoch = None, recovery.epoch
-        self._owed -= recovery.joined
+        self._without_share -= recovery.joined
         return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes))
 
     def overdue(self, now: float) -> StallError | None:
@@ -181,4 +178,4 @@ class NodeLosses:
         self._epoch += 1
         self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined)
         return self._roster.to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
-                                     reason=reason))
+                                            reason=reason))

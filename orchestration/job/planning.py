@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from .. import messages as m
 from ..errors import BpsError, CapacityError, ProtocolError
 from ..roster import Roster
-from .declarations import Declarations, Failed
+from .declarations import Declarations, FailedNames
 from .generations import Generations
 from .node_losses import NodeLosses
 
@@ -58,13 +58,10 @@ class GenerationPlanner:
         return [] if commit is None else self._roster.to_all(commit) + self.plan()
 
     def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> m.Outgoing:
-        """Give up what a node cannot prepare, and tell all ranks why. If it was to own partitions of lost nodes and
-        lacks memory, others get more of them.
+        """Give up what a node cannot prepare, and tell all ranks why.
 
-        Raises
-        ------
-        CapacityError
-            If partitions of lost nodes have no other owner.
+        If it was to own partitions of lost nodes and lacks memory, others get more of them. Raises `CapacityError` if
+        partitions of lost nodes have no other owner.
         """
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -72,9 +69,9 @@ class GenerationPlanner:
         recovery, name = self._losses.recovery, self._roster.describe_node(index)
         if recovery is not None and message.generation == recovery.generation:
             if recovery.joined:
-                return self._losses.leave_as_it_is(now, f"{name} cannot prepare for that: {message.reason}")
-            if message.room_nbytes >= 0 and self._losses.gets_too_much(index, message.room_nbytes):
-                return self._losses.begin_anew(now)
+                return self._losses.restart_without_share(now, f"{name} cannot prepare for that: {message.reason}")
+            if message.room_nbytes >= 0 and self._losses.limit_share(index, message.room_nbytes):
+                return self._losses.restart(now)
             raise CapacityError(f"{name} cannot go on without what the job has lost ({recovery.reason}): "
                                 f"{message.reason}")
         if not names:
@@ -85,10 +82,7 @@ class GenerationPlanner:
     def retire(self, message: m.Retire) -> m.Outgoing:
         """Once all ranks have retired units, let all nodes free them, before any later plan.
 
-        Raises
-        ------
-        ProtocolError
-            If there is no such unit.
+        Raises `ProtocolError` if there is no such unit.
         """
         over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
         if unknown:
@@ -106,9 +100,9 @@ class GenerationPlanner:
 
     def _give_up(self, names: Sequence[str], error: BpsError) -> m.Outgoing:
         self._declarations.give_up(names, error)
-        return _declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
+        return _declare_failed(FailedNames(tuple(names), error, ()), self._roster.alive_senders)
 
 
-def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> m.Outgoing:
+def _declare_failed(failed: FailedNames, senders: Sequence[bytes]) -> m.Outgoing:
     message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
     return [(sender, message) for sender in senders]

@@ -1,4 +1,4 @@
-"""What ranks ask of the whole job: barriers, who is missing, who is late, values that others have stored. Pure.
+"""Answers what ranks ask of the whole job: barriers, who is missing, who is late, values that others stored. Pure.
 
 The scheduler knows some answers; for the rest it asks all nodes and combines their reports. Each question is answered
 once, in time: nodes that do not report are named.
@@ -10,19 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from .. import messages as m
-from ..messages import (
-    LagAnswer,
-    LagQuestion,
-    LagReport,
-    LagRow,
-    RankLag,
-    Stage,
-    StallAnswer,
-    StallQuestion,
-    StallReport,
-)
 from ..roster import Roster
 from .declarations import Declarations
 from .generations import Generations
@@ -32,17 +22,44 @@ from .node_losses import NodeLosses
 #: Nodes that do not report within this time are named as silent: the rank that asks has a deadline, too.
 REPORT_TIMEOUT_S = 1.5
 #: Of the stages that nodes report, the earliest one counts.
-_STAGES: tuple[Stage, ...] = ("push", "partial", "sum", "result")
+_STAGES: tuple[m.Stage, ...] = ("push", "partial", "sum", "result")
 _ADVICE = ". Waiting on cannot help: all ranks must do the same pushes and barriers before they leave"
 
 
+Key = TypeVar("Key")
+
+
 @dataclass
-class _StallInquiry:
-    """One partition's round that is being asked about."""
+class _Inquiry:
+    """A question to all nodes: its deadline, the ranks' questions that it answers, and the reports by node."""
 
     deadline: float
-    askers: list[StallQuestion]
-    reports: dict[int, StallReport] = field(default_factory=dict)
+    askers: list[Any]
+    reports: dict[int, Any] = field(default_factory=dict)
+
+
+class _Inquiries(Generic[Key]):
+    """Open questions to all nodes, by key; `_conclude` makes the answers once all have reported, or the time is up."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._open: dict[Key, _Inquiry] = {}
+
+    def _report(self, key: Key, node: int, report: Any) -> list[Any]:
+        """Take *node*'s report; return the answers if it was the last. Late reports are ignored."""
+        inquiry = self._open.get(key)
+        if inquiry is None:
+            return []
+        inquiry.reports[node] = report
+        return self._conclude(self._open.pop(key)) if inquiry.reports.keys() >= set(self._roster.alive) else []
+
+    def expire(self, now: float) -> list[Any]:
+        """Return the answers to questions whose deadline has passed; they name the nodes that did not report."""
+        late = [key for key, inquiry in self._open.items() if now >= inquiry.deadline]
+        return [answer for key in late for answer in self._conclude(self._open.pop(key))]
+
+    def _conclude(self, inquiry: _Inquiry) -> list[Any]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -50,60 +67,47 @@ class StallFinding:
     """What is known of a wait: the fields of a `StallAnswer`, `missing` without advice."""
 
     missing: str
-    stage: Stage
+    stage: m.Stage
     hopeless: bool = False
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
 
 
-class StallQueries:
+class StallQueries(_Inquiries[tuple[int, int]]):
     """Open questions about stalled partitions, by (part, round). `left(rank)`: whether a rank has called shutdown."""
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
-        self._roster = roster
+        super().__init__(roster)
         self._left = left
-        self._open: dict[tuple[int, int], _StallInquiry] = {}
 
-    def ask(self, now: float, question: StallQuestion) -> bool:
+    def ask(self, now: float, question: m.StallQuestion) -> bool:
         """Take *question*; return whether the nodes have to be asked (they are not asked twice at a time)."""
         inquiry = self._open.get((question.part, question.round))
         if inquiry is not None:
             inquiry.askers.append(question)
             return False
-        self._open[question.part, question.round] = _StallInquiry(now + REPORT_TIMEOUT_S, [question])
+        self._open[question.part, question.round] = _Inquiry(now + REPORT_TIMEOUT_S, [question])
         return True
 
-    def report(self, node: int, report: StallReport) -> list[StallAnswer]:
+    def report(self, node: int, report: m.StallReport) -> list[m.StallAnswer]:
         """Take *node*'s report; return the answers if it was the last. Late reports are ignored."""
-        inquiry = self._open.get((report.part, report.round))
-        if inquiry is None:
-            return []
-        inquiry.reports[node] = report
-        if not inquiry.reports.keys() >= set(self._roster.alive):
-            return []
-        return self._close(report.part, report.round)
+        return self._report((report.part, report.round), node, report)
 
-    def expire(self, now: float) -> list[StallAnswer]:
-        """Return the answers to questions whose deadline has passed, naming the nodes that did not report."""
-        late = [key for key, inquiry in self._open.items() if now >= inquiry.deadline]
-        return [answer for part, round_number in late for answer in self._close(part, round_number)]
-
-    def _close(self, part: int, round_number: int) -> list[StallAnswer]:
-        inquiry = self._open.pop((part, round_number))
+    def _conclude(self, inquiry: _Inquiry) -> list[m.StallAnswer]:
         finding = self._find(inquiry.reports)
         return [self.answer(asker, finding) for asker in inquiry.askers]
 
     @staticmethod
-    def answer(question: StallQuestion, finding: StallFinding) -> StallAnswer:
+    def answer(question: m.StallQuestion, finding: StallFinding) -> m.StallAnswer:
         """Return the answer to *question*, with advice if waiting is hopeless."""
-        return StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
-                           hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
-                           missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
+        return m.StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
+                             hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
+                             missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
 
-    def _find(self, reports: dict[int, StallReport]) -> StallFinding:
+    def _find(self, reports: dict[int, m.StallReport]) -> StallFinding:
         describe = self._roster.describe_node
         stages = [report.stage for report in reports.values()]
-        stage: Stage = next((each for each in _STAGES if each in stages), "done")
+        stage: m.Stage = next((each for each in _STAGES if each in stages), "done")
         ranks = {rank for report in reports.values() for rank in report.missing_ranks}
         silent = {node for node in self._roster.alive if node not in reports}
         if stage == "done" and silent:
@@ -130,62 +134,44 @@ class StallQueries:
         """Describe that *rank* "has not pushed" (*verb*), or that it never will because it has left."""
         return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
 
-    def without(self, ranks: Iterable[int], stage: Stage, verb: str) -> StallFinding:
+    def without(self, ranks: Iterable[int], stage: m.Stage, verb: str) -> StallFinding:
         """Return that *ranks* are missing from something; waiting is hopeless if one of them has left."""
         ranks = tuple(ranks)
         return StallFinding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
-                       any(map(self._left, ranks)), ranks)
+                            any(map(self._left, ranks)), ranks)
 
 
-@dataclass
-class _LagInquiry:
-    deadline: float
-    asker: LagQuestion
-    reports: dict[int, LagReport] = field(default_factory=dict)
-
-
-class LagQueries:
+class LagQueries(_Inquiries[int]):
     """Open questions of ranks about lags, by number."""
 
     def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+        super().__init__(roster)
         self._n_asked = 0
-        self._open: dict[int, _LagInquiry] = {}
 
-    def ask(self, now: float, asker: LagQuestion) -> int:
+    def ask(self, now: float, asker: m.LagQuestion) -> int:
         """Take a question; return the number under which all nodes report."""
         self._n_asked += 1
-        self._open[self._n_asked] = _LagInquiry(now + REPORT_TIMEOUT_S, asker)
+        self._open[self._n_asked] = _Inquiry(now + REPORT_TIMEOUT_S, [asker])
         return self._n_asked
 
-    def report(self, node: int, report: LagReport) -> list[LagAnswer]:
+    def report(self, node: int, report: m.LagReport) -> list[m.LagAnswer]:
         """Take *node*'s report; return the answer if it was the last. Late reports are ignored."""
-        inquiry = self._open.get(report.number)
-        if inquiry is None:
-            return []
-        inquiry.reports[node] = report
-        return [self._close(report.number)] if inquiry.reports.keys() >= set(self._roster.alive) else []
+        return self._report(report.number, node, report)
 
-    def expire(self, now: float) -> list[LagAnswer]:
-        """Return the answers to questions whose deadline has passed, from the nodes that have reported."""
-        late = [number for number, inquiry in self._open.items() if now >= inquiry.deadline]
-        return [self._close(number) for number in late]
-
-    def _close(self, number: int) -> LagAnswer:
-        inquiry = self._open.pop(number)
+    def _conclude(self, inquiry: _Inquiry) -> list[m.LagAnswer]:
         silent = tuple(index for index in self._roster.alive if index not in inquiry.reports)
-        return LagAnswer(rank=inquiry.asker.rank, question=inquiry.asker.question, silent_nodes=silent,
-                         ranks=combined(inquiry.reports))
+        return [m.LagAnswer(rank=asker.rank, question=asker.question, ranks=combined(inquiry.reports),
+                            silent_nodes=silent) for asker in inquiry.askers]
 
 
-def combined(reports: dict[int, LagReport]) -> tuple[RankLag, ...]:
+def combined(reports: dict[int, m.LagReport]) -> tuple[m.RankLag, ...]:
     """Return the lags of all ranks in *reports* (by node), in the order of ranks.
 
     An owner sees a rank of its own machine as it is. Of another machine it sees the sum, which arrives once the last
     rank has pushed: a rank was earlier than that by its mean distance from the last one on its machine, and was the
     last one as often as on its machine.
     """
-    seen: dict[int, list[LagRow]] = {}  # by node, at all owners
+    seen: dict[int, list[m.LagRow]] = {}  # by node, at all owners
     for report in reports.values():
         for row in report.owned:
             if row.node >= 0:
@@ -200,13 +186,13 @@ def combined(reports: dict[int, LagReport]) -> tuple[RankLag, ...]:
         total_ns = sum(row.total_ns for row in elsewhere)
         n_last = sum(row.n_last for row in elsewhere)
         for row in report.local:
-            here = own.get(row.rank, LagRow(rank=row.rank))
+            here = own.get(row.rank, m.LagRow(rank=row.rank))
             early_ns = spread_ns - row.total_ns / row.count
             all_ns = here.total_ns + max(0.0, total_ns - count * early_ns)
             times_last = here.n_last + n_last * row.n_last / n_units
             n = here.count + count
-            found.append(RankLag(rank=row.rank, count=n, mean_s=all_ns / n / 1e9 if n else 0.0,
-                                 last_share=times_last / n if n else 0.0))
+            found.append(m.RankLag(rank=row.rank, count=n, mean_s=all_ns / n / 1e9 if n else 0.0,
+                                   last_share=times_last / n if n else 0.0))
     return tuple(sorted(found, key=lambda each: each.rank))
 
 
@@ -232,7 +218,7 @@ class Barriers:
             return False
         del self._entered[sequence]
         self._done.add(sequence)
-        self._done.discard(sequence - 2)  # nobody enters i + 1 before all left i - 1
+        self._done.discard(sequence - 2)  # no rank enters i + 1 before all have left i - 1
         return True
 
     def missing(self, sequence: int) -> list[int]:
@@ -248,8 +234,9 @@ _MOST_NAMED = 8
 
 
 class RankQueries:
-    """All questions of one job. Parameters are the `Job`'s own objects, which change; *left*: ranks that have left,
-    *unmeasured*: nodes that still measure their NIC.
+    """Answers the questions of all ranks of one job. Parameters are the `Job`'s own objects, which change.
+
+    *left*: ranks that have left. *unmeasured*: nodes that still measure their NIC.
     """
 
     def __init__(self, roster: Roster, left: AbstractSet[int], barriers: Barriers, declarations: Declarations,
@@ -263,22 +250,28 @@ class RankQueries:
         self._losses = losses
         self._stalls = StallQueries(roster, left.__contains__)
         self._lags = LagQueries(roster)
-        self._notices = KeyValueStore(roster, left.__contains__)
+        self._store = KeyValueStore(roster, left.__contains__)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.
         self.handlers: dict[type, Callable[..., m.Outgoing]] = {
-            m.StallQuestion: self._stalled, m.StallReport: self._stall_report, m.LagQuestion: self._lag_question,
-            m.LagReport: self._lag_report, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
+            m.StallQuestion: self._stalled,
+            m.StallReport: lambda now, sender, message: self._answers(
+                self._stalls.report(roster.index_of(sender), message)),
+            m.LagQuestion: lambda now, sender, message: roster.to_all(
+                m.LagReportRequest(number=self._lags.ask(now, message))),
+            m.LagReport: lambda now, sender, message: self._answers(
+                self._lags.report(roster.index_of(sender), message)),
+            m.Publish: lambda now, sender, message: self._answers(self._store.publish(message)),
+            m.Withdraw: self._withdraw,
+            m.Lookup: lambda now, sender, message: self._answers(self._store.lookup(now, message)),
         }
 
     def expire(self, now: float) -> m.Outgoing:
         """Return the answers to questions that have waited long enough for reports."""
-        return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
+        return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._store.expire(now)])
 
     def rank_left(self, rank: int) -> m.Outgoing:
         """Return the answers to lookups that wait for values of *rank*, which has left."""
-        return self._answers(self._notices.rank_left(rank))
-
-    # -- what comes in ------------------------------------------------------------------------------------
+        return self._answers(self._store.rank_left(rank))
 
     def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
         if message.part >= 0:
@@ -288,9 +281,7 @@ class RankQueries:
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> StallFinding:
-        """Explain what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for,
-        and whether that is hopeless.
-        """
+        """Find what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for."""
         kind, _, sequence = name.partition(":")
         if name == m.THE_END:
             ranks = [rank for rank in range(self._roster.size) if rank not in self._left]
@@ -323,24 +314,9 @@ class RankQueries:
                 return StallFinding(f"missing: {words}", "declare", nodes=tuple(nodes))
         return StallFinding(f"nobody is missing: all ranks have declared {name!r}", "done")
 
-    def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> m.Outgoing:
-        return self._answers(self._stalls.report(self._roster.index_of(sender), message))
-
-    def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> m.Outgoing:
-        return self._roster.to_all(m.LagReportRequest(number=self._lags.ask(now, message)))
-
-    def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> m.Outgoing:
-        return self._answers(self._lags.report(self._roster.index_of(sender), message))
-
-    def _publish(self, now: float, sender: bytes, message: m.Publish) -> m.Outgoing:
-        return self._answers(self._notices.publish(message))
-
     def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> m.Outgoing:
-        self._notices.withdraw(message.rank, message.prefix)
+        self._store.withdraw(message.rank, message.prefix)
         return []
-
-    def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> m.Outgoing:
-        return self._answers(self._notices.lookup(now, message))
 
     def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.KeyValueReply]) -> m.Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]

@@ -1,4 +1,4 @@
-"""A helper is lost, or has come: which round of a moving partition is kept, and who can own it. Pure.
+"""Finds new owners for partitions when a helper is lost or has come, and the round from which they go on. Pure.
 
 The inputs of a step stay with the ranks until its result has been read (docs/design/recovery.md), so nothing is rolled
 back. For each partition that a lost node owned the survivors report the round that they forwarded last, and the round
@@ -29,14 +29,8 @@ from ..roster import Roster
 class EpochChange:
     """One change of epoch in progress: first which nodes have stopped, then which are ready for the new owners.
 
-    Parameters
-    ----------
-    lost, survivors
-        Node indices: lost since the last epoch; those that take part from now on.
-    deadline
-        When to give up, on the job's clock.
-    joined
-        Survivors that are to get their share; then no node is lost.
+    *lost*, *survivors*: node indices: lost since the last epoch; those that take part from now on. *deadline*: when to
+    give up, on the job's clock. *joined*: survivors that are to get their share; then no node is lost.
     """
 
     def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,
@@ -72,49 +66,39 @@ class EpochChange:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
-                      ) -> list[PartitionMove]:
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                      unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that a lost node owned.
 
-        *lent*, by partition: of the last owner changes those with a round that some nodes lacked.
-
-        Raises
-        ------
-        PeerLostError
-            If no node can own one of them.
-        ProtocolError
-            If reports contradict what nodes can have done.
+        *unfinished*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
+        `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near = self._near
-        return [_move_of_lost(unit, part, done, helpers, near, lent.get(part.part))
-                for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
+        return [_move_of_lost(unit, part, done, helpers, near, unfinished.get(part.part))
+                for unit, part, done in self._wanted(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
-                ) -> list[PartitionMove]:
+    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                        unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that its owner can give to a node that has joined.
 
         Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
         in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
-        than the owner, by *lent* (as in `moves_of_lost`).
-
-        Raises
-        ------
-        ProtocolError
-            If reports contradict what nodes can have done.
+        than the owner, by *unfinished* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes
+        can have done.
         """
         near = self._near
-        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
-                 for unit, part, done in self._told(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
-        return [heir for heir in found if heir.candidates]
+        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, unfinished.get(part.part))
+                 for unit, part, done in self._wanted(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
+        return [move for move in found if move.candidates]
 
     @property
     def _near(self) -> dict[int, set[int]]:
         return {node: set(report.near) for node, report in self._reports.items()}
 
-    def _told(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
-              is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
-              ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
+    def _wanted(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
+                ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
         """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
@@ -137,25 +121,24 @@ def is_plain(unit: UnitPlan) -> bool:
     return unit.codec is None and unit.store is None
 
 
+@dataclass(frozen=True)
 class PartitionMove:
     """A partition that needs a new owner: the `candidates`, and the other fields of its `OwnerChange`."""
 
-    def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
-                 lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
-        self.unit = unit
-        self.part = part
-        self.candidates = list(candidates)
-        self.kept_round = kept_round
-        self.keeper = keeper
-        self.lacking = tuple(lacking)
-        self.lent = lent
-        self.giver = giver
-        self.pushed = tuple(pushed)
+    unit: UnitPlan
+    part: PartPlan
+    candidates: list[int]
+    kept_round: int
+    keeper: int
+    lacking: tuple[int, ...]
+    was_sent: bool
+    giver: int = -1
+    pushed: tuple[int, ...] = ()
 
     def owner_change(self, owner: int) -> OwnerChange:
         """Return the change to *owner*."""
         return OwnerChange(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
-                          lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
+                          lacking=self.lacking, lent=self.was_sent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
@@ -167,25 +150,24 @@ class _Progress(NamedTuple):
 
 
 def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who can own *part*, of which *done* tells by member; *before*: the owner change before, if some nodes
-    lacked a round then.
-    """
-    kept = next(iter(done.values())).complete
+                  near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+    """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
+    last = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
-    _check(unit, part, done, kept)
-    holders = [node for node, each in done.items() if each.complete == kept]
+        last = each.complete if rounds_ahead(each.complete, last) > 0 else last
+    _check(unit, part, done, last)
+    holders = [node for node, each in done.items() if each.complete == last]
     behind = [node for node in done if node not in holders]
-    # Who reads results where the lost owner or a holder does has this one in place, and was only not told.
+    # A node that reads results where the lost owner or a holder does has this one, and was only not told.
     in_place = {part.owner, *(done[node].place for node in holders)}
     lacking = [node for node in behind if done[node].place not in in_place]
-    # What is under way still must not be sent again: it would come when others have written there what follows.
-    lent = before is not None and before.kept_round == kept and set(lacking) <= set(before.lacking) and lacking != []
-    keepers = [before.keeper] if before is not None and lent else [
+    # A result under way must not be sent again: it would arrive over the next one.
+    was_sent = (before is not None and before.kept_round == last and set(lacking) <= set(before.lacking)
+                and lacking != [])
+    keepers = [before.keeper] if before is not None and was_sent else [
         node for node in holders if not near[node] & set(lacking)]
     if lacking and not keepers:
-        raise PeerLostError(f"the result of round {kept} of partition {part.part} of {unit.name!r} cannot reach nodes "
+        raise PeerLostError(f"the result of round {last} of partition {part.part} of {unit.name!r} cannot reach nodes "
                             f"{lacking} from nodes {holders}, with which they share memory")
     candidates = [node for node in holders if _reaches(node, done, near)] if unit.codec is None else []
     if unit.codec is None or all(each.place != part.owner for each in done.values()):
@@ -194,36 +176,34 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
-                         lacking, lent)
+    return PartitionMove(unit, part, candidates, last, keepers[part.part % len(keepers)] if lacking else -1,
+                         tuple(lacking), was_sent)
 
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return which of *joined* can own *part*, owned by *giver*, which lives; *done*: by member, and of *giver*;
-    *before*: as in `_move_of_lost`.
-    """
-    kept = done[giver].complete
-    _check(unit, part, done, kept)
+                    near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+    """Return which of *joined* can own *part* of *giver*, which lives; *done* includes it; rest as `_move_of_lost`."""
+    last = done[giver].complete
+    _check(unit, part, done, last)
     members = {node: each for node, each in done.items() if each.place >= 0}
     others = {node: each for node, each in members.items() if node != giver}
     is_read_there = any(each.place == giver or giver in near[node] for node, each in others.items())
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
-    lacking = [node for node, each in others.items() if each.complete != kept]
-    pushed = [node for node, each in others.items() if each.passed_on != kept]
-    # The giver never had to send that round: who awaits it has its place bound to the keeper.
-    is_on_loan = before is not None and before.kept_round == kept and before.keeper != giver and lacking != []
-    return PartitionMove(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
-                giver if lacking else -1, lacking, bool(lacking), giver, pushed)
+    lacking = tuple(node for node, each in others.items() if each.complete != last)
+    pushed = tuple(node for node, each in others.items() if each.passed_on != last)
+    # The giver never had to send that round: nodes that wait for it expect it from the keeper.
+    has_other_keeper = before is not None and before.kept_round == last and before.keeper != giver and lacking != ()
+    return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], last,
+                         giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 
-def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
-    """Raise `ProtocolError` if one of *done* is impossible, *kept* being the last round that is complete anywhere."""
+def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], last: int) -> None:
+    """Raise `ProtocolError` if one of *done* is impossible, *last* being the last round that is complete anywhere."""
     for node, each in done.items():
-        if (rounds_ahead(each.complete, kept) not in (0, -1) or rounds_ahead(each.passed_on, kept) not in (0, 1)
+        if (rounds_ahead(each.complete, last) not in (0, -1) or rounds_ahead(each.passed_on, last) not in (0, 1)
                 or rounds_ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
-                                f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
+                                f"{unit.name!r} and has round {each.complete}, but round {last} is complete elsewhere")
 
 
 def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
@@ -253,7 +233,7 @@ class JobSnapshot:
     generation: int
     next_unit: int
     units: Sequence[UnitPlan]
-    lent: Mapping[int, OwnerChange]
+    unfinished: Mapping[int, OwnerChange]
     gone_from: Mapping[int, Sequence[int]]
     failed: Mapping[str, BpsError]
     n_declared: int

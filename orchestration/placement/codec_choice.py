@@ -1,5 +1,4 @@
-"""Chooses which tensors are compressed, where a codec is optional: those whose saved bytes are worth the CPU time.
-Pure.
+"""Chooses which tensors with an optional codec are compressed: where saved bytes are worth the CPU time. Pure.
 
 Of B bytes of tensors with a codec, s of them owned by one machine of n with ranks, that machine encodes its own partial
 and decodes the result of all; as an owner it also decodes n partials and encodes the result. With E and D, the seconds
@@ -62,9 +61,8 @@ class Load(NamedTuple):
     n_parts: int = 1
 
 
-class Choice(NamedTuple):
-    """Which of `n_tensors` tensors are compressed, by name, and what a step's communication takes then, alone, in
-    seconds.
+class CodecChoice(NamedTuple):
+    """Which of `n_tensors` tensors are compressed, by name, and the seconds that a step's communication takes then.
 
     `wire_s` and `kernels_s`: the two that overlap. `plain_s`: without any codec; `all_s`: with every codec. Bytes are
     those of all gradients as they travel: `plain_nbytes` without a codec, `wire_nbytes` as chosen.
@@ -97,8 +95,7 @@ class Choice(NamedTuple):
 
 def settled(specs: Sequence[TensorSpec], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str,
             partition_nbytes: int, fusion_nbytes: int) -> tuple[list[TensorSpec], str, str]:
-    """Return *specs* with each optional codec used or removed; the reason in words, if there was a choice; and why
-    there was none.
+    """Return *specs* with each optional codec used or removed; the reason for the choice; and why there was none.
 
     *machines* and *copy_rates* as for `choose`; if one of their rates is unknown, optional codecs are not used. Nor are
     they if there is only one machine with ranks, which has nobody to send anything to.
@@ -140,7 +137,7 @@ def loads_of(specs: Sequence[TensorSpec], partition_nbytes: int, fusion_nbytes: 
 
 
 def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str = "optimal",
-           fixed_nbytes: int = 0) -> Choice:
+           fixed_nbytes: int = 0) -> CodecChoice:
     """Return which of *loads* to compress on *machines*, so that a step's communication ends as soon as possible.
 
     Parameters
@@ -150,30 +147,29 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
     policy : the placement; a hash is assumed to spread bytes as the optimum does.
     fixed_nbytes : what travels besides.
     """
-    free, bound = (_Ground(machines, copy_rates, policy, keeps_state) for keeps_state in (False, True))
+    free, bound = (_TimeModel(machines, copy_rates, policy, keeps_state) for keeps_state in (False, True))
     eligible = sorted((load for load in loads if load.frame_nbytes < load.nbytes),
                       key=lambda load: -(load.nbytes - load.frame_nbytes) / free.cost(load))
     plain_nbytes = wire_nbytes = fixed_nbytes + sum(load.nbytes for load in loads)
     times = [(free.wire_s(plain_nbytes), 0.0, plain_nbytes)]
     encoded = decoded = parts_s = 0.0
-    ground = free
+    model = free
     for load in eligible:
-        ground = bound if ground is bound or load.codec.has_state else free
+        model = bound if model is bound or load.codec.has_state else free
         wire_nbytes -= load.nbytes - load.frame_nbytes
         encoded += _encoded(load)
         decoded += load.nbytes / RATIOS[load.codec.kind].decode
         parts_s += load.n_parts * _PART_S
-        times.append((ground.wire_s(wire_nbytes), parts_s + ground.kernels_s(encoded, decoded), wire_nbytes))
+        times.append((model.wire_s(wire_nbytes), parts_s + model.kernels_s(encoded, decoded), wire_nbytes))
     good_s = _AS_GOOD * min(max(each[:2]) for each in times)
     n_chosen = next(n for n, each in enumerate(times) if max(each[:2]) <= good_s)
     wire_s, kernels_s, wire_nbytes = times[n_chosen]
-    return Choice(frozenset(load.name for load in eligible[:n_chosen]), len(loads), wire_s, kernels_s,
-                  times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
+    return CodecChoice(frozenset(load.name for load in eligible[:n_chosen]), len(loads), wire_s, kernels_s,
+                       times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
 
 
-class _Ground:
-    """Machines for which times are linear in bytes. *keeps_state*: helpers own nothing, as with codecs that have state.
-    """
+class _TimeModel:
+    """Machines for which times are linear in bytes; *keeps_state*: helpers own nothing, as with codecs with state."""
 
     def __init__(self, machines: Sequence[Machine], copy_rates: Sequence[float], policy: str, keeps_state: bool
                  ) -> None:
@@ -193,8 +189,7 @@ class _Ground:
         return self._byte_s * nbytes
 
     def kernels_s(self, encoded: float, decoded: float) -> float:
-        """Return the time of the busiest machine: bytes copied meanwhile, by encoding and by decoding everything once.
-        """
+        """Return the busiest machine's time, from the bytes copied while everything is encoded, and decoded, once."""
         return max(encode_s * encoded + decode_s * decoded for encode_s, decode_s in self._kinds)
 
     def cost(self, load: Load) -> float:

@@ -1,4 +1,4 @@
-"""Tensors are packed into units, and units are cut into partitions. Pure.
+"""Packs tensors into units, and cuts units into partitions. Pure.
 
 A unit has one round: a lone tensor, or small members of a declared group packed together (a message for each bias
 vector would cost more than its bytes). A unit is cut into partitions, so that it can be summed in several places
@@ -12,8 +12,10 @@ flag.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from .. import codec, store
 from ..errors import CapacityError, ConfigError, UnsupportedError
@@ -64,12 +66,8 @@ N_ROUNDS = 1 << 32
 def nbytes_of(spec: TensorSpec) -> int:
     """Return the bytes of *spec*; of a table that is summed by rows those of the whole table.
 
-    Raises
-    ------
-    UnsupportedError
-        If no kernel does that with that dtype, or a dimension is negative.
-    ConfigError
-        If a table is not declared correctly.
+    Raises `UnsupportedError` if no kernel does that with that dtype, or a dimension is negative; `ConfigError` if a
+    table is not declared correctly.
     """
     if spec.op == ROWS:
         check_rows(spec.name, spec.shape, spec.max_rows, spec.group)
@@ -143,14 +141,8 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     If the job *is_within* one machine, lone tensors that the CPU copies have smaller ones (`CACHED_NBYTES`), while
     there are few. *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side
-    by side.
-
-    Raises
-    ------
-    UnsupportedError
-        If a dtype or shape cannot be summed.
-    CapacityError
-        If the job would have more than `MAX_PARTS` partitions.
+    by side. Raises `UnsupportedError` if a dtype or shape cannot be summed; `CapacityError` if the job would have more
+    than `MAX_PARTS` partitions.
     """
     units = _cut(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, is_within)
     part = first_part + sum(len(unit.parts) for unit in units)
@@ -161,8 +153,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
         n_bytes = sum(unit.nbytes for unit in units)
         raise CapacityError(
             f"{len(specs)} tensors of {n_bytes} bytes would bring the job to {part} partitions, a job has at most "
-            f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group"
-        )
+            f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group")
     return units
 
 
@@ -226,10 +217,8 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     if members[0].group is None and end >= _SHARED_NBYTES:
         n_parts = max(n_parts, 2)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
-    parts = tuple(
-        part_of(members[0], first_part + index, offset, min(stride, end - offset))
-        for index, offset in enumerate(range(0, end, stride))
-    )
+    parts = tuple(part_of(members[0], first_part + index, offset, min(stride, end - offset))
+                  for index, offset in enumerate(range(0, end, stride)))
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
@@ -255,6 +244,12 @@ def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) ->
     if kind.codec is not None:
         frame = codec.frame_nbytes(kind.codec, nbytes // ITEM_NBYTES[kind.dtype], kind.dtype)
     return PartPlan(part=part, offset=offset, nbytes=nbytes, owner=-1, frame_nbytes=frame)
+
+
+def with_owners(unit: UnitPlan, owner_of: Callable[[PartPlan], int]) -> UnitPlan:
+    """Return *unit* with each of its partitions owned by the node that *owner_of* gives."""
+    return msgspec.structs.replace(unit, parts=tuple(
+        msgspec.structs.replace(part, owner=owner_of(part)) for part in unit.parts))
 
 
 class RowSplit(NamedTuple):

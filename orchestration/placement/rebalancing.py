@@ -18,12 +18,8 @@ def shared(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[
     because then the step is not shorter; else until no machine has one. With "ps" machines with ranks first give away
     all that they own; with "colocated" nothing moves.
 
-    Parameters
-    ----------
-    sizes, owners, candidates_of
-        Of each partition that can move: its bytes, its owner, the newcomers that can own it.
-    machines, owned
-        All nodes in node order, and the bytes that each owns, these partitions included.
+    *sizes*, *owners*, *candidates_of*: of each partition that can move: its bytes, its owner, the newcomers that can
+    own it. *machines*, *owned*: all nodes in node order, and the bytes that each owns, these partitions included.
     """
     found = list(owners)
     if policy == "colocated":
@@ -48,7 +44,7 @@ class _Sharing:
         self._own = list(owned)
         self._time_of = times_of(machines, sum(owned))
         newcomers = {node for candidates in candidates_of for node in candidates}
-        #: By owner: what it can give, by size and candidates: who gives one of them gives the last.
+        #: By owner: what it can give, by size and candidates; of equal ones the last is given first.
         self._kinds: dict[int, dict[tuple[int, tuple[int, ...]], list[int]]] = {}
         for position, owner in enumerate(found):
             if owner not in newcomers:
@@ -70,9 +66,7 @@ class _Sharing:
         self._kinds[owner][nbytes, self._candidates_of[position]].remove(position)
 
     def balance(self, until_last: bool) -> None:
-        """Move partitions while the machine that is done last, or (not *until_last*) any machine that gives, is done
-        sooner.
-        """
+        """Move partitions while that makes the last machine (or, not *until_last*, any that gives) faster."""
         givers = {owner for owner, kinds in self._kinds.items() if any(kinds.values())}
         while givers:
             among = range(len(self._own)) if until_last else sorted(givers)
@@ -115,12 +109,8 @@ def reassign(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], lost
     optimum by more than `layout.TOLERANCE`: a machine that owns more than it can carry in the new optimum's time gives
     up whole partitions, the largest first, and never more bytes than it has too many. So at most the lost machine's
     bytes and those that the new optimum forces are moved, and a machine stays above the optimum by less than one
-    partition.
-
-    Raises
-    ------
-    ConfigError
-        If no machine with ranks is left, *lost* is none of *machines*, or *policy* cannot place anything on the rest.
+    partition. Raises `ConfigError` if no machine with ranks is left, *lost* is none of *machines*, or *policy* cannot
+    place anything on the rest.
     """
     if not 0 <= lost < len(machines):
         raise ConfigError(f"machine {lost} cannot be lost: there are {len(machines)}, numbered from 0")

@@ -1,4 +1,4 @@
-"""The optimum of the communication model: the share of the sums that each machine should own, and the time of a step.
+"""Computes the optimum of the communication model: each machine's share of the sums, and the time of a step.
 
 With n machines with ranks and k helpers, M bytes a step, s_m of them owned by machine m, one direction of a NIC carries
 
@@ -67,14 +67,8 @@ def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
     """Return the shortest step for *nbytes* and the bytes that each machine should own.
 
     When the slowest machine with ranks sets the time there is slack: then each machine owns bytes in proportion to its
-    rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
-
-    Raises
-    ------
-    ConfigError
-        If no machine has ranks.
-    CapacityError
-        If all machines together may not own so much.
+    rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2). Raises `ConfigError` if no
+    machine has ranks; `CapacityError` if all machines together may not own so much.
     """
     time_s = least_time_s(machines, nbytes)
     return Shares(time_s, _fill(capacities(machines, nbytes, time_s), rates_of(machines), nbytes))

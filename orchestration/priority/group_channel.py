@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Turns(msgspec.Struct, tag=True, frozen=True):
-    """The leader: these begin next, in this order."""
+    """The leader tells which operations begin next, in this order."""
 
     entries: tuple[Entry, ...]
 
@@ -54,14 +54,14 @@ class Given(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Any rank: nothing more is begun. `error`: the name of a class of `errors`; the leader passes it on."""
+    """A rank tells that nothing more is begun. `error`: the name of a class of `errors`; the leader passes it on."""
 
     error: str
     reason: str
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """The rank has what it wanted, and closes. The leader repeats it until all have left, and so notices lost ranks."""
+    """The rank is done, and closes. The leader repeats it until all have left, and so notices lost ranks."""
 
     rank: int
 
@@ -79,31 +79,62 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
                             "bpsfast everywhere") from exc
 
 
-class LeaderChannel:
+class _Channel:
+    """What both ends have in common. `_monitor`: the events of the connections of `_socket`."""
+
+    _monitor: zmq.Socket[bytes]
+
+    def __init__(self, kind: int, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._wrong: ProtocolError | None = None  # what `_messages` has yet to raise
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.ipv6 = True
+
+    def wait(self, wake_fd: int | None, timeout_s: float) -> None:
+        """Sleep until there is input, *wake_fd* is readable, or the time is over."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor, wake_fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        poller.poll(0 if self._wrong is not None else int(timeout_s * 1000))
+
+    def _messages(self, receive: Callable[[], Any]) -> list[Any]:
+        """Return all messages that have arrived. Raises `ProtocolError` once what came before it was returned."""
+        if self._wrong is not None:
+            wrong, self._wrong = self._wrong, None
+            raise wrong
+        received: list[Any] = []
+        while True:
+            try:
+                received.append(receive())
+            except zmq.Again:
+                return received
+            except ProtocolError as exc:
+                if not received:
+                    raise
+                self._wrong = exc
+                return received
+
+
+class LeaderChannel(_Channel):
     """The leader's end, at *host* alone if that is an address of this machine. Owner thread only.
 
-    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them.
-
-    Raises
-    ------
-    ConfigError
-        If there is no free port.
+    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them. Raises `ConfigError`
+    if there is no free port.
     """
 
     def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
-        self._decoder = decoder
-        self._wrong: ProtocolError | None = None  # what `recv_nowait` has yet to raise
+        super().__init__(zmq.ROUTER, decoder)
         self._names: dict[int, bytes] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
         self._handshake_limiter = ZmqHandshakeLimiter(self._socket)
+        self._monitor = self._handshake_limiter.monitor
         self._socket.maxmsgsize = _MESSAGE_MAX_NBYTES
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
-        self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.router_mandatory = True  # who is gone is to be noticed
-        self._socket.ipv6 = True
+        self._socket.router_mandatory = True  # report sends to closed connections
         try:
             self._socket.bind(f"tcp://{interface(host)}:*")
         except zmq.ZMQError as exc:
@@ -116,33 +147,20 @@ class LeaderChannel:
         """The ranks that have said hello."""
         return set(self._names)
 
-    def wait(self, wake_fd: int, timeout_s: float) -> None:
-        """Sleep until there is input, *wake_fd* is readable, or the time is over."""
-        _wait((self._socket, self._handshake_limiter.monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
-
     def recv_nowait(self) -> list[Any]:
         """Return all messages that have arrived. Raises `ProtocolError` once what came before it was returned."""
-        received: list[Any] = []
-        if self._wrong is not None:
-            wrong, self._wrong = self._wrong, None
-            raise wrong
-        while True:
-            try:
-                name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                self._handshake_limiter.look()
-                return received
-            self._handshake_limiter.knows(data)
-            try:
-                message = _decode(self._decoder, data.bytes)
-            except ProtocolError as exc:
-                if not received:
-                    raise
-                self._wrong = exc
-                return received
-            if isinstance(message, Hello):
-                self._names[message.rank] = name.bytes
-            received.append(message)
+        received = self._messages(self._receive)
+        if self._wrong is None:  # all are read
+            self._handshake_limiter.update()
+        return received
+
+    def _receive(self) -> Any:
+        name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._handshake_limiter.note_message(data)
+        message = _decode(self._decoder, data.bytes)
+        if isinstance(message, Hello):
+            self._names[message.rank] = name.bytes
+        return message
 
     def tell(self, message: msgspec.Struct, but: Collection[int] = ()) -> list[int]:
         """Send *message* to all present ranks except *but*; return those whose connection is gone.
@@ -163,15 +181,14 @@ class LeaderChannel:
 
     def send_to_late_joiners(self, message: msgspec.Struct, told: Collection[int], n_others: int,
                              deadline: float) -> None:
-        """Send *message*, the last one, to followers that still connect, which would otherwise wait for a leader that
-        is gone.
+        """Send *message*, the last one, to followers that still connect, and would wait for a leader that is gone.
 
         Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. Their messages are
         ignored.
         """
         heard = set(told)
         while len(heard) < n_others and (left_s := deadline - time.monotonic()) > 0:
-            _wait((self._socket, self._handshake_limiter.monitor), None, 0.0 if self._wrong is not None else left_s)
+            self.wait(None, left_s)
             with contextlib.suppress(ProtocolError):
                 self.recv_nowait()
             late = self.present - heard
@@ -187,31 +204,20 @@ class LeaderChannel:
             self._context.term()
 
 
-class FollowerChannel:
+class FollowerChannel(_Channel):
     """A follower's end, connected to *host*:*port*. Owner thread only; only `wait` and `close` block.
 
-    *leader*: who listens there, for errors.
-
-    Raises
-    ------
-    ConfigError
-        If that is not an address.
+    *leader*: the name of the other end in errors. Raises `ConfigError` if that is not an address.
     """
 
     def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,
                  leader: str = "rank 0") -> None:
-        self._decoder = decoder
+        super().__init__(zmq.DEALER, decoder)
         self._leader = leader
-        self._wrong: ProtocolError | None = None  # what `recv_nowait` has yet to raise
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._secure = self._lost = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "node")
         self._socket.curve_serverkey = curve_pair(key, "scheduler")[0]
-        self._socket.linger = _LINGER_MS
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.ipv6 = True
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
             self._socket.connect(f"tcp://{self.address}")
@@ -224,35 +230,14 @@ class FollowerChannel:
         """Whether the leader has answered, and `recv_nowait` has not found it gone."""
         return self._secure and not self._lost
 
-    def wait(self, wake_fd: int, timeout_s: float) -> None:
-        """Sleep until there is input, *wake_fd* is readable, or the time is over."""
-        _wait((self._socket, self._monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
-
     def recv_nowait(self) -> list[Any]:
         """Return all messages that have arrived.
 
-        Raises
-        ------
-        PeerLostError
-            If the connection to the leader is gone and all it sent has been returned.
-        ProtocolError
-            If it sent no message, once what came before it was returned.
+        Raises `PeerLostError` if the connection to the leader is gone and all it sent has been returned;
+        `ProtocolError` if it sent no message, once what came before it was returned.
         """
-        if self._wrong is not None:
-            wrong, self._wrong = self._wrong, None
-            raise wrong
-        lost = self._is_lost()  # before the last words are read, so that none is missed
-        received: list[Any] = []
-        while True:
-            try:
-                received.append(_decode(self._decoder, self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                break
-            except ProtocolError as exc:
-                if not received:
-                    raise
-                self._wrong = exc
-                return received
+        lost = self._is_lost()  # before the last messages are read, so that none is missed
+        received = self._messages(lambda: _decode(self._decoder, self._socket.recv(zmq.NOBLOCK)))
         if lost and not received:
             raise PeerLostError(f"{self._leader}'s process is gone: its connection to {self.address} broke without a "
                                 "last word")
@@ -278,12 +263,3 @@ class FollowerChannel:
             self._monitor.close(linger=0)
             self._socket.close()
             self._context.term()
-
-
-def _wait(sockets: tuple[zmq.Socket[bytes], ...], wake_fd: int | None, timeout_s: float) -> None:
-    poller = zmq.Poller()
-    for socket in sockets:
-        poller.register(socket, zmq.POLLIN)
-    if wake_fd is not None:
-        poller.register(wake_fd, zmq.POLLIN)
-    poller.poll(int(timeout_s * 1000))

@@ -1,4 +1,4 @@
-"""What a set of ranks executes, and in which order, where each rank asks under names and in an order of its own.
+"""Negotiates which named operations a set of ranks executes next, where each rank asks in an order of its own.
 
 Every rank sends its requests to the first rank of the set. Once all ranks have asked for a name, or have joined (they
 have no more data), it is decided, and all ranks execute what was decided in one order. If ranks disagree, all of them
@@ -98,14 +98,9 @@ class _Pending:
 class Coordinator:
     """Decides for the set of job ranks *ranks*. One thread at a time; *now* is any clock, in seconds.
 
-    Parameters
-    ----------
-    fusion_nbytes
-        Allreduces that follow each other and differ in name and shape only are executed as one up to this size.
-    warn_s
-        How long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
-    timeout_s
-        How long a name may wait before the set fails.
+    *fusion_nbytes*: allreduces that follow each other and differ in name and shape only are executed as one up to this
+    size. *warn_s*: how long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
+    *timeout_s*: how long a name may wait before the set fails.
     """
 
     def __init__(self, ranks: Sequence[int], fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
@@ -182,36 +177,31 @@ class Coordinator:
             return None
         for name in late:
             self._told[name] = now - self._pending[name].since
-        lines = "".join(f"\n{rank}: [{_some(names)}]" for rank, names in self._missing(late).items())
+        lines = "".join(f"\n{each}" for each in self._missing(late))
         return ("One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
                 f"waiting for remainder of ranks for more than {self._warn_s:g} seconds. This may indicate that "
                 "different ranks are trying to submit different tensors or that only subset of ranks is submitting "
                 f"tensors, which will cause deadlock. Stage negotiation, in the set of {len(self._ranks)} ranks that "
                 f"begins with rank {self._ranks[0]}.\nMissing ranks:{lines}")
 
-    def look_at_the_clock(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Fail with a `StallError` that names who is missing, if something has waited too long."""
         late = [name for name, pending in self._pending.items() if now - pending.since > self._timeout_s]
         if late:
-            missing = self._missing(late)
             self._fail(StallError(
                 f"{_some(late)} waited {now - self._pending[late[0]].since:.3g} s (timeout_s = {self._timeout_s:g}) "
-                "for ranks that have not submitted it; missing ranks: "
-                + "; ".join(f"{rank}: [{_some(names)}]" for rank, names in missing.items())))
+                f"for ranks that have not submitted it; missing ranks: {'; '.join(self._missing(late))}"))
         elif self._joined and now - self._heard > self._timeout_s and not any(
                 request.is_patient for request in self._joined.values()):
             absent = [rank for rank in self._ranks if rank not in self._joined]
             self._fail(StallError(f"ranks {sorted(self._joined)} have joined, and nothing came from ranks {absent} for "
                                   f"{now - self._heard:.3g} s (timeout_s = {self._timeout_s:g})"))
 
-    def _missing(self, names: Sequence[str]) -> dict[int, list[str]]:
-        missing: dict[int, list[str]] = {}
-        for rank in self._ranks:
-            absent = [name for name in names
-                      if rank not in self._pending[name].by_rank and rank not in self._joined]
-            if absent:
-                missing[rank] = absent
-        return missing
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """Return "rank: [names]" for each rank that has not asked for some of *names*."""
+        absent = {rank: [name for name in names if rank not in self._pending[name].by_rank]
+                  for rank in self._ranks if rank not in self._joined}
+        return [f"{rank}: [{_some(each)}]" for rank, each in absent.items() if each]
 
     def _fail(self, error: BpsError) -> None:
         self.failure = self.failure or error
@@ -298,35 +288,35 @@ def disagreement(requests: Sequence[Request]) -> str:
 
 def _difference(a: Request, b: Request) -> str:
     """Return the first difference of two requests that must be alike."""
-    if a.kind != b.kind:
-        return f"Mismatched operations: One rank did an {a.kind.upper()}, but another rank did an {b.kind.upper()}."
     what = a.kind.upper()
+    if a.kind != b.kind:
+        return _mismatch("operations", "did an", what, b.kind.upper())
     if len(a.specs) != len(b.specs):
-        return (f"Mismatched {what} group sizes: One rank sent a group of {len(a.specs)} tensors, but another rank "
-                f"sent a group of {len(b.specs)} tensors.{_odd_one(a, b)}")
+        return _mismatch(f"{what} group sizes", "sent a group of", f"{len(a.specs)} tensors",
+                         f"{len(b.specs)} tensors") + _odd_one(a, b)
     for ours, theirs in zip(a.specs, b.specs):
         which = f" Tensor {ours.name}." if len(a.specs) > 1 else ""
         if ours.name != theirs.name:
-            return f"Mismatched {what} tensor names: One rank sent {ours.name}, but another rank sent {theirs.name}."
+            return _mismatch(f"{what} tensor names", "sent", ours.name, theirs.name)
         if ours.dtype != theirs.dtype:
-            return (f"Mismatched data types: One rank had type {ours.dtype}, but another rank had type "
-                    f"{theirs.dtype}.{which}")
+            return _mismatch("data types", "had type", ours.dtype, theirs.dtype) + which
         text = _shapes(a.kind, ours.shape, theirs.shape)
         if text:
             return f"Mismatched {what} tensor shapes: {text}{which}"
     if (a.prescale, a.postscale) != (b.prescale, b.postscale):
-        return (f"Mismatched prescale and/or postscale factors: One rank sent factors ({a.prescale:g}, "
-                f"{a.postscale:g}), but another rank sent factors ({b.prescale:g}, {b.postscale:g}).")
+        return _mismatch("prescale and/or postscale factors", "sent factors",
+                         *(f"({each.prescale:g}, {each.postscale:g})" for each in (a, b)))
     if a.op != b.op:
-        return (f"Mismatched reduction operation: One rank sent reduction op {a.op}, but another rank sent reduction "
-                f"op {b.op}.")
+        return _mismatch("reduction operation", "sent reduction op", a.op, b.op)
     if a.root != b.root:
-        return (f"Mismatched {what} root ranks: One rank specified root rank {a.root}, but another rank specified root "
-                f"rank {b.root}.")
+        return _mismatch(f"{what} root ranks", "specified root rank", a.root, b.root)
     if a.ranks != b.ranks:
-        return (f"Mismatched process sets: One rank named ranks {_list(a.ranks)}, but another rank named ranks "
-                f"{_list(b.ranks)}.")
+        return _mismatch("process sets", "named ranks", _list(a.ranks), _list(b.ranks))
     return ""
+
+
+def _mismatch(what: str, did: str, ours: object, theirs: object) -> str:
+    return f"Mismatched {what}: One rank {did} {ours}, but another rank {did} {theirs}."
 
 
 def _odd_one(a: Request, b: Request) -> str:
@@ -362,7 +352,7 @@ class Requests(msgspec.Struct, tag=True, frozen=True):
 
 
 class Responses(msgspec.Struct, tag=True, frozen=True):
-    """The first rank: what all execute next, in this order."""
+    """The first rank tells what all execute next, in this order."""
 
     responses: tuple[Response, ...]
 

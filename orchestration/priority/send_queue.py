@@ -168,15 +168,11 @@ def rank_parts(units: Iterable[UnitPlan]) -> list[int]:
     By priority (higher first), then unit, then partition. Numbers that no unit has (a generation failed) come last.
     """
     by_urgency = sorted((-unit.priority, unit.unit, part.part) for unit in units for part in unit.parts)
-    n_parts = max((part for _, _, part in by_urgency), default=-1) + 1
-    order = [-1] * n_parts
-    for rank, (_, _, part) in enumerate(by_urgency):
+    parts = [part for _, _, part in by_urgency]
+    parts += sorted(set(range(max(parts, default=-1) + 1)).difference(parts))
+    order = [0] * len(parts)
+    for rank, part in enumerate(parts):
         order[part] = rank
-    rank = len(by_urgency)
-    for part in range(n_parts):
-        if order[part] < 0:
-            order[part] = rank
-            rank += 1
     return order
 
 
@@ -256,7 +252,7 @@ class NicQueue(Generic[Item]):
         """Queue *item* for *peer*; *order* and *key* are those of `WriteOrder`."""
         found = self._peers[peer]
         if not self._waiting and not self._busy:
-            self._forget_turns()  # the NIC has sent everything: nobody has a claim
+            self._forget_turns()  # the NIC has sent everything: no peer has a claim
         if not found.queue.queued and not found.queue.in_flight:
             found.turn = max(found.turn, self._front - 1.0)  # a peer that was idle for a step has no claim on the past
         found.queue.put(item, order=order, key=key, nbytes=nbytes)
@@ -264,17 +260,10 @@ class NicQueue(Generic[Item]):
 
     def pop(self) -> tuple[int, Item] | None:
         """Take the next (peer, item); None if nothing waits, or credit or another peer's turn is awaited."""
-        chosen: _Peer[Item] | None = None
-        least: tuple[int, float, int] | None = None
-        for peer in self._waiting.values():
-            if peer.held or not peer.queue.admits:
-                continue
-            order, _ = peer.queue.head
-            rank = urgency(order), peer.turn, peer.tie_breaker
-            if least is None or rank < least:
-                chosen, least = peer, rank
-        if chosen is None:
+        ready = [peer for peer in self._waiting.values() if not peer.held and peer.queue.admits]
+        if not ready:
             return None
+        chosen = min(ready, key=lambda peer: (urgency(peer.queue.head[0]), peer.turn, peer.tie_breaker))
         queue = chosen.queue
         if not queue.in_flight:
             if sum(not peer.held for peer in self._busy.values()) >= self.breadth:

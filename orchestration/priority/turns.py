@@ -1,4 +1,4 @@
-"""One order on all ranks for operations that all must begin in the same order: rank 0 decides, the others follow. Pure.
+"""Makes all ranks begin operations in one order: rank 0 decides, the others follow. Pure.
 
 An all-reduce mixes up tensors, or hangs, if two ranks begin in different orders, and gradients become ready in
 different orders. So rank 0 takes what it was given by urgency, as far as there is credit, and announces it; the others
@@ -124,10 +124,7 @@ class Follower:
     def turns(self) -> list[Entry]:
         """Take what begins here now, in rank 0's order.
 
-        Raises
-        ------
-        MismatchError
-            If this rank was given something else under the same name.
+        Raises `MismatchError` if this rank was given something else under the same name.
         """
         taken: list[Entry] = []
         while self._told and self._told[0].key in self._given:

@@ -1,4 +1,4 @@
-"""Who reaches whom: own addresses, names that come late, and whether anybody answers."""
+"""Tests addresses: this machine's own, names that are resolved late, and hints about unreachable schedulers."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The bounds of settings stand in their table alone: what a value goes to takes the least and the most of it."""
+"""Tests that the code behind each setting accepts the least and the greatest value that its table allows."""
 from __future__ import annotations
 
 import select

@@ -1,4 +1,4 @@
-"""BytePS's variables: what each one means here, and that the log says so once."""
+"""Tests what each of BytePS's variables means here, and that the log says so once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local channel: whole messages in order, descriptors with their own message, ends that are seen."""
+"""Tests message sockets: whole messages in order, descriptors with their own message, ends that are noticed."""
 from __future__ import annotations
 
 import array

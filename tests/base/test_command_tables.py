@@ -1,4 +1,4 @@
-"""How commands lay out what they show: columns where there is room, rows by themselves where there is not."""
+"""Tests the layout of tables of commands: columns on a wide terminal, a block for each row on a narrow one."""
 from __future__ import annotations
 
 from collections.abc import Callable

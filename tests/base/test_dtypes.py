@@ -1,4 +1,4 @@
-"""The table of wire dtypes: what has a name, and what is refused in words."""
+"""Tests the table of wire dtypes: their names, and the errors for other dtypes."""
 
 from __future__ import annotations
 

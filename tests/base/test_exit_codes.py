@@ -1,4 +1,4 @@
-"""One exit code, one meaning: in the table, of daemons, and of what a launcher makes of them."""
+"""Tests that each exit code has one meaning: in the table, of daemons, and of launchers."""
 from __future__ import annotations
 
 import io

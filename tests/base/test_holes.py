@@ -1,4 +1,4 @@
-"""Free runs of bytes: never handed out twice, joined when given back."""
+"""Tests the free list: no bytes are allocated twice, and freed neighbours join."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Log lines: what each says, both formats, and what a launcher makes of them."""
+"""Tests log lines: both formats, and how a launcher shows them."""
 from __future__ import annotations
 
 import contextlib

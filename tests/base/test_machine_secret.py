@@ -1,4 +1,4 @@
-"""The secret that all processes of one user on one machine have in common, and nobody else."""
+"""Tests the secret that all processes of one user on one machine share, and no others."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""What tells machines apart."""
+"""Tests identifiers of machines and network namespaces."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Profile files: other bytes stay as they are, and undo puts back exactly what was there."""
+"""Tests profile files: other bytes stay as they are, and undo restores the previous content exactly."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""What is logged of strangers."""
+"""Tests the rate limit of log lines that strangers can cause."""
 from __future__ import annotations
 
 import logging

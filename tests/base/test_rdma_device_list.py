@@ -1,4 +1,4 @@
-"""The list of allowed devices, in NCCL's syntax."""
+"""Tests the list of RDMA devices in NCCL's syntax."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The oracle itself, against sums written out by hand."""
+"""Tests the oracle of sums against sums written out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: one table, five origins in order, errors that name the variable."""
+"""Tests settings: one table, five origins in order, errors that name the variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Tests parsing of sizes such as 4M."""
 import pytest
 
 from bpsfast.base.value_formats import parse_size

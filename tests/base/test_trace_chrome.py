@@ -1,4 +1,4 @@
-"""Spans become events: rows in which nothing overlaps, pairs for what may, files that are whole or not there."""
+"""Tests how spans become events: rows without overlap, pairs for spans that may overlap, files written atomically."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""A process's file: what is written is read again, and anything else is refused by name."""
+"""Tests that a process's trace file reads back as written, and that any other file is refused by name."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Native records become spans; which rounds are kept follows the settings."""
+"""Tests how native records become spans, and that settings limit which rounds are recorded."""
 from __future__ import annotations
 
 import pytest

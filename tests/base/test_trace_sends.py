@@ -1,4 +1,4 @@
-"""The log of sends keeps the rounds that are asked for, and no more than there is room for."""
+"""Tests that the log of sends has the rounds that settings ask for, up to its capacity."""
 from __future__ import annotations
 
 from bpsfast.orchestration.priority.send_queue import WriteOrder

@@ -1,4 +1,4 @@
-"""A descriptor that wakes whoever polls it."""
+"""Tests a descriptor that wakes the thread that polls it."""
 from __future__ import annotations
 
 import os

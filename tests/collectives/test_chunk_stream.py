@@ -1,4 +1,4 @@
-"""Pipes: how loads are cut into strips, and which partition, round and memory each takes."""
+"""Chunk streams: how loads are split into chunks, and which partition, round and memory each takes."""
 from __future__ import annotations
 
 import numpy as np
@@ -14,8 +14,8 @@ from bpsfast.collectives.chunk_stream import (
     ChunkSize,
     ChunkStream,
     chunk_sizes,
-    cut,
     spec_of,
+    split,
 )
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.partition import plan_units
@@ -26,8 +26,8 @@ from bpsfast.trainer import process
 @pytest.mark.parametrize("wide", [WIDE_WITHIN, WIDE_BETWEEN])
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 64 << 20) | st.integers(0, 300 << 10))
-def test_strips_cover_a_load_and_are_few(wide, nbytes):
-    found = cut(nbytes, wide)
+def test_chunks_cover_a_load_and_are_few(wide, nbytes):
+    found = split(nbytes, wide)
     names = [chunk_size.name for chunk_size, _ in found]
     assert names == [name for name in ("wide", "small", "tiny") if name in names], "each once, widest first"
     assert all(n > 0 for _, n in found)
@@ -36,7 +36,7 @@ def test_strips_cover_a_load_and_are_few(wide, nbytes):
         assert not found
         return
     last, _ = found[-1]
-    assert nbytes <= capacity < nbytes + last.chunk_nbytes, "only the last strip is short"
+    assert nbytes <= capacity < nbytes + last.chunk_nbytes, "only the last chunk is short"
     whole = sum(n for chunk_size, n in found if chunk_size == wide)
     assert whole == nbytes // wide.chunk_nbytes
     small, tiny = (sum(n for chunk_size, n in found if chunk_size == each) for each in (SMALL, TINY))
@@ -45,7 +45,7 @@ def test_strips_cover_a_load_and_are_few(wide, nbytes):
 
 @pytest.mark.parametrize("chunk_size", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, FINGERPRINTS])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
-def test_each_strip_has_a_partition_of_its_own(chunk_size, dtype):
+def test_each_chunk_has_a_partition_of_its_own(chunk_size, dtype):
     (unit,) = plan_units([spec_of("g", (), dtype, "sum", chunk_size)], 0, 0, 4 << 20, 4 << 20)
     assert [part.nbytes for part in unit.parts] == [chunk_size.chunk_nbytes] * chunk_size.n_chunks
 

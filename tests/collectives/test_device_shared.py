@@ -1,4 +1,4 @@
-"""Slotfuls of an island that shares a device, and what it says when members differ or one is gone."""
+"""Halves of the windows of an island that shares a device, and what it says when members differ or one is gone."""
 from __future__ import annotations
 
 import queue
@@ -13,23 +13,23 @@ from bpsfast.base.reference_sum import reduce
 from bpsfast.collectives.island_routes import island_group
 from bpsfast.gpu.communicator import DTYPES, IslandRange
 from bpsfast.gpu.host import host_device
-from bpsfast.gpu.shared_device import SharedCommunicator, slot_ranges
+from bpsfast.gpu.shared_device import SharedCommunicator, half_ranges
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.trainer import process
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20), st.integers(1, 8))
-def test_slotfuls_hold_every_byte_once_and_apart(sizes: list[int], slot: int) -> None:
+def test_halves_hold_every_byte_once_and_apart(sizes: list[int], half: int) -> None:
     runs = [IslandRange(0, 0, 8 * n, 0) for n in sizes]
     seen = {id(run): 0 for run in runs}
-    for lot in slot_ranges(runs, slot * 1024):
+    for lot in half_ranges(runs, half * 1024):
         end = 0
         for part in lot:
             assert part.offset >= end and part.offset % 256 == 0 and part.nbytes > 0 and part.nbytes % 8 == 0
             assert part.at == seen[id(part.range)]
             seen[id(part.range)] += part.nbytes
             end = part.offset + part.nbytes
-        assert 0 < end <= slot * 1024
+        assert 0 < end <= half * 1024
     assert all(seen[id(run)] == run.nbytes for run in runs)
 
 
@@ -53,7 +53,7 @@ def made(what, heard):
 
 
 def sums_of(dtypes, sizes):
-    """Any bits, from all to each root and back, of more than a slot: bits of the reference on all members."""
+    """Any bits, from all to each root and back, of more than a half: bits of the reference on all members."""
     session, heard, stream = process.current(), Heard(), host_device().stream()
     calls = made("sums", heard)
     is_right = []

@@ -1,15 +1,18 @@
 """All to all, to one, from one: with sizes that differ, on one node and on two, against the definition."""
 from __future__ import annotations
 
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
 import bpsfast
 from bpsfast.collectives.p2p import P2PEndpoint
-from bpsfast.collectives.p2p.message_collectives import Memory, all_to_all, gather, scatter
+from bpsfast.collectives.p2p.message_collectives import MessageCall
 from bpsfast.trainer import process
 
 SHAPES = [(2,), (1, 1), (2, 2)]
+Memory = namedtuple("Memory", "address nbytes")
 
 
 def p2p(session):
@@ -41,12 +44,12 @@ def everybody(kind, scale, ranks):
         expected = [content(source, me, x.nbytes) for source, x in enumerate(theirs)]
         owner = ours, theirs
         if kind == "all_to_all":
-            all_to_all(p2p(session), 7, ranks, me, memories(ours), memories(theirs), owner, 30)
+            MessageCall(p2p(session), 7, ranks, me, owner, 30).all_to_all(memories(ours), memories(theirs))
         elif kind == "gather":
-            gather(p2p(session), 8, ranks, me, root, memories(ours)[root], memories(theirs), owner, 30)
+            MessageCall(p2p(session), 8, ranks, me, owner, 30).gather(root, memories(ours)[root], memories(theirs))
             theirs, expected = (theirs, expected) if me == root else ([], [])
         else:
-            scatter(p2p(session), 9, ranks, me, root, memories(ours), memories(theirs)[root], owner, 30)
+            MessageCall(p2p(session), 9, ranks, me, owner, 30).scatter(root, memories(ours), memories(theirs)[root])
             theirs, expected = theirs[root:root + 1], expected[root:root + 1]
         good = good and len(theirs) == len(expected) and all(map(np.array_equal, theirs, expected))
     return good
@@ -66,11 +69,11 @@ def other_sizes():
     x = np.zeros(100, np.uint8)
     mine = [Memory(x.ctypes.data, 10 + session.rank)] * 2
     with pytest.raises(bpsfast.MismatchError) as caught:
-        all_to_all(p2p(session), 11, [0, 1], session.rank, mine, [Memory(x.ctypes.data, 10)] * 2, x, 20)
+        MessageCall(p2p(session), 11, [0, 1], session.rank, x, 20).all_to_all(mine, [Memory(x.ctypes.data, 10)] * 2)
     with pytest.raises(bpsfast.MismatchError, match="sources has 1 entries for a group of 2 ranks"):
-        all_to_all(p2p(session), 11, [0, 1], session.rank, mine[:1], mine, x, 20)
+        MessageCall(p2p(session), 11, [0, 1], session.rank, x, 20).all_to_all(mine[:1], mine)
     with pytest.raises(bpsfast.MismatchError, match="me=2 is no place"):
-        all_to_all(p2p(session), 11, [0, 1], 2, mine, mine, x, 20)
+        MessageCall(p2p(session), 11, [0, 1], 2, x, 20).all_to_all(mine, mine)
     return str(caught.value)
 
 
@@ -83,7 +86,8 @@ def shorter():
     session = process.current()
     x = np.zeros(100, np.uint8)
     with pytest.raises(bpsfast.MismatchError) as caught:
-        gather(p2p(session), 11, [0], 0, 0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)], x, 20)
+        MessageCall(p2p(session), 11, [0], 0, x, 20).gather(
+            0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)])
     return str(caught.value)
 
 
@@ -97,7 +101,7 @@ def missing():
         p2p(session).receive(12, 1, 5, 0, 0, None)
         x = np.zeros(100_000, np.uint8)
         with pytest.raises(bpsfast.StallError) as caught:
-            all_to_all(p2p(session), 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
+            MessageCall(p2p(session), 12, [0, 1], 0, x, 0.5).all_to_all(memories([x, x]), memories([x, x]))
         bpsfast.barrier()
         return str(caught.value), len(p2p(session).receiver.matching._receives)
     assert p2p(session) is not None

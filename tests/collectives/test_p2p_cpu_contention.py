@@ -1,4 +1,4 @@
-"""When waits of the post sleep at once."""
+"""When waits of the endpoint sleep at once."""
 from __future__ import annotations
 
 from bpsfast.collectives.p2p.progress_engine import CpuContention

@@ -18,7 +18,7 @@ from bpsfast.collectives.p2p.frame_socket import FrameSocket
 from bpsfast.collectives.p2p.protocol import DATA, Frame
 from bpsfast.orchestration.errors import MismatchError, PeerLostError
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from tests.support.p2p_endpoints import Office
+from tests.support.p2p_endpoints import Endpoints
 from tests.support.rank_messages import pattern
 from tests.support.streams import pair
 
@@ -164,13 +164,13 @@ def test_a_link_reads_all_that_was_opened_though_its_turn_is_over(monkeypatch):
         assert reader.heard == frames
 
 
-# -- posts ------------------------------------------------------------------------------------------------------------
+# -- endpoints --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def office():
+def endpoints():
     with contextlib.ExitStack() as stack:
         def make(**values):
-            made = Office(far=True, **values)
+            made = Endpoints(by_network=True, **values)
             stack.callback(made.close)
             return made
         yield make
@@ -179,10 +179,10 @@ def office():
 def exchange(made, nbytes, tag=0):
     """Send from rank 0 to rank 1 and back; whether both arrive whole."""
     transfers = []
-    for me, post in enumerate(made.posts):
+    for me, endpoint in enumerate(made.endpoints):
         x, y = np.zeros(nbytes, np.uint8), pattern(nbytes, me)
-        transfers.append((x, pattern(nbytes, 1 - me), post.receive(1, 1 - me, tag, x.ctypes.data, nbytes, x),
-                          post.send(1, 1 - me, tag, y.ctypes.data, nbytes, y)))
+        transfers.append((x, pattern(nbytes, 1 - me), endpoint.receive(1, 1 - me, tag, x.ctypes.data, nbytes, x),
+                          endpoint.send(1, 1 - me, tag, y.ctypes.data, nbytes, y)))
     for _, _, incoming, outgoing in transfers:
         incoming.wait()
         outgoing.wait()
@@ -190,14 +190,15 @@ def exchange(made, nbytes, tag=0):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8192, 8193, 65536, 1 << 20, (20 << 20) + 3])
-def test_messages_of_any_size(office, nbytes):
-    made = office(encryption="on")
+def test_messages_of_any_size(endpoints, nbytes):
+    made = endpoints(encryption="on")
     assert exchange(made, nbytes) and exchange(made, nbytes, 7)
-    assert {type(peer.link.sock) for post in made.posts for peer in post._peers.values()} == {EncryptedSocket}
+    peers = [peer for endpoint in made.endpoints for peer in endpoint._peers.values()]
+    assert {type(peer.link.sock) for peer in peers} == {EncryptedSocket}
 
 
 class Middle:
-    """Passes one connection on to a post that is published at its port instead, hears all, and may change a byte."""
+    """Passes one connection on to an endpoint that is published at its port instead, and may change a byte."""
 
     def __init__(self, made, rank, change=-1):
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -212,8 +213,8 @@ class Middle:
 
     def _run(self):
         near, _ = self._server.accept()
-        with near, socket.create_connection(self._target, 20) as far:
-            threads = [threading.Thread(target=self._pump, args=ends) for ends in ((near, far), (far, near))]
+        with near, socket.create_connection(self._target, 20) as remote:
+            threads = [threading.Thread(target=self._pump, args=ends) for ends in ((near, remote), (remote, near))]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -239,15 +240,15 @@ class Middle:
 def to_rank_1(made, x):
     """Send *x* from rank 0, which dials, to rank 1; return what arrives."""
     y = np.zeros(x.nbytes, np.uint8)
-    incoming = made.posts[1].receive(1, 0, 0, y.ctypes.data, y.nbytes, y)
-    made.posts[0].send(1, 1, 0, x.ctypes.data, x.nbytes, x).wait()
+    incoming = made.endpoints[1].receive(1, 0, 0, y.ctypes.data, y.nbytes, y)
+    made.endpoints[0].send(1, 1, 0, x.ctypes.data, x.nbytes, x).wait()
     incoming.wait()
     return y
 
 
 @pytest.mark.parametrize("encryption", ["on", "off"])
 def test_whoever_is_between_reads_messages_unless_they_are_encrypted(encryption):
-    made = Office(far=True, encryption=encryption)
+    made = Endpoints(by_network=True, encryption=encryption)
     made.board.pop("post:0:")  # or rank 1, which waits for a message, would dial, too
     middle = Middle(made, 1)
     x = np.full(100_000, 7, np.uint8)
@@ -259,7 +260,7 @@ def test_whoever_is_between_reads_messages_unless_they_are_encrypted(encryption)
 
 
 def test_whoever_is_between_changes_nothing_unnoticed():
-    made = Office(far=True, encryption="on", timeout_s=20)
+    made = Endpoints(by_network=True, encryption="on", timeout_s=20)
     made.board.pop("post:0:")
     middle = Middle(made, 1, change=50_000)
     with pytest.raises(PeerLostError, match="its connection broke"):
@@ -269,10 +270,10 @@ def test_whoever_is_between_changes_nothing_unnoticed():
 
 
 @pytest.mark.parametrize("encrypts", [0, 1])
-def test_who_encrypts_and_who_does_not_do_not_talk(office, encrypts):
-    made = office(encryption="on")
-    made.posts[1 - encrypts].connector._encryption = Encryption.NONE
+def test_who_encrypts_and_who_does_not_do_not_talk(endpoints, encrypts):
+    made = endpoints(encryption="on")
+    made.endpoints[1 - encrypts].connector._encryption = Encryption.NONE
     made.board.pop("post:0:")
     x = np.zeros(3, np.uint8)
     with pytest.raises((MismatchError, PeerLostError), match="BPSFAST_ENCRYPTION"):
-        made.posts[0].send(1, 1, 0, x.ctypes.data, x.nbytes, x).wait()
+        made.endpoints[0].send(1, 1, 0, x.ctypes.data, x.nbytes, x).wait()

@@ -1,4 +1,4 @@
-"""Messages between real ranks: order, sizes, the post's end."""
+"""Messages between real ranks: order, sizes, the endpoint's end."""
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ import pytest
 import bpsfast
 from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from bpsfast.launch.namespaces import netns
-from tests.support.rank_messages import SIZES, pattern, post, receive, ring, send
+from tests.support.rank_messages import SIZES, endpoint, pattern, receive, ring, send
 
 # -- sizes and order -----------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ def any_size():
             send(pattern(nbytes, 1), 0, 3).wait(20)
         return True
     for nbytes in SIZES:
-        transfer = post().receive_any_size(1, 1, None)
+        transfer = endpoint().receive_any_size(1, 1, None)
         transfer.wait(20)
         assert transfer.data.dtype == np.uint8 and transfer.nbytes == nbytes
         assert np.array_equal(transfer.data, pattern(nbytes, 1))
@@ -133,7 +133,7 @@ def test_numbers_out_of_range_are_errors(two, arguments, words):
 
 
 def refused(arguments):
-    post().send(*arguments, None)
+    endpoint().send(*arguments, None)
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -150,11 +150,11 @@ def shut_down_beside_a_wait():
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    while not post()._n_open:
+    while not endpoint()._n_open:
         os.sched_yield()
     lone = receive(x, 1 - bpsfast.rank(), 2)
     bpsfast.barrier()
-    mine = post()
+    mine = endpoint()
     bpsfast.shutdown()
     waiter.join(20)
     with pytest.raises(bpsfast.ClosedError):
@@ -174,7 +174,7 @@ def fork_beside_messages():
     other = 1 - bpsfast.rank()
     pending = receive(np.zeros(1, np.uint8), other, 4)
     reader, writer = os.pipe()
-    with post()._lock:
+    with endpoint()._lock:
         child = os.fork()
         if child == 0:
             answers = []
@@ -210,10 +210,10 @@ from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.trainer import process
 def cycle():
     bpsfast.init(heartbeat_s=0.2)
-    post = process.current().extension(P2PEndpoint)
+    endpoint = process.current().extension(P2PEndpoint)
     x, y = np.ones(100_000, np.uint8), np.zeros(100_000, np.uint8)
-    transfer = post.receive(1, 0, 1, y.ctypes.data, y.nbytes, y)
-    post.send(1, 0, 1, x.ctypes.data, x.nbytes, x).wait()
+    transfer = endpoint.receive(1, 0, 1, y.ctypes.data, y.nbytes, y)
+    endpoint.send(1, 0, 1, x.ctypes.data, x.nbytes, x).wait()
     transfer.wait()
     assert y.all()
     bpsfast.shutdown()
@@ -237,14 +237,14 @@ import numpy as np, bpsfast
 from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.trainer import process
 bpsfast.init()
-post, me, size = process.current().extension(P2PEndpoint), bpsfast.rank(), bpsfast.size()
+endpoint, me, size = process.current().extension(P2PEndpoint), bpsfast.rank(), bpsfast.size()
 for n in (8, 100_000, 5_000_000):
     x, y = np.full(n, me, np.uint8), np.zeros(n, np.uint8)
-    transfer = post.receive(1, (me - 1) % size, 0, y.ctypes.data, n, y)
-    post.send(1, (me + 1) % size, 0, x.ctypes.data, n, x).wait(20)
+    transfer = endpoint.receive(1, (me - 1) % size, 0, y.ctypes.data, n, y)
+    endpoint.send(1, (me + 1) % size, 0, x.ctypes.data, n, x).wait(20)
     transfer.wait(20)
     assert (y == (me - 1) % size).all()
-kinds = sorted(peer.link.sock.family.name for peer in post._peers.values())
+kinds = sorted(peer.link.sock.family.name for peer in endpoint._peers.values())
 bpsfast.barrier()
 print(f"rank {me}: {kinds}")
 bpsfast.shutdown()

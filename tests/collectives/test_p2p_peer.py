@@ -11,14 +11,14 @@ import pytest
 
 import bpsfast
 from bpsfast.collectives.p2p import cross_memory, peer as peers
-from tests.support.rank_messages import post, receive, send
+from tests.support.rank_messages import endpoint, receive, send
 
 
 def wait_for_who_dies(with_link):
     """Rank 0 sends to, receives from, and waits for rank 1, which is killed."""
     if bpsfast.rank() == 1:
         if with_link:
-            post()
+            endpoint()
             receive(np.zeros(1, np.uint8), 0, 1).wait(20)
         bpsfast.barrier()
         return True

@@ -1,4 +1,4 @@
-"""Who moves messages on: what fails there unexpectedly ends the post in words, and nobody waits for ever."""
+"""Who moves messages on: what fails there unexpectedly ends the endpoint in words, and nobody waits for ever."""
 from __future__ import annotations
 
 import contextlib
@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 
 from bpsfast.orchestration.errors import ProtocolError
-from tests.support.p2p_endpoints import Office
+from tests.support.p2p_endpoints import Endpoints
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
-def office():
-    with contextlib.closing(Office()) as made:
+def endpoints():
+    with contextlib.closing(Endpoints()) as made:
         yield made
 
 
-def receive(post, tag=0):
+def receive(endpoint, tag=0):
     x = np.zeros(4, np.uint8)
-    return post.receive(1, 1 - post.rank, tag, x.ctypes.data, x.nbytes, x)
+    return endpoint.receive(1, 1 - endpoint.rank, tag, x.ctypes.data, x.nbytes, x)
 
 
-def send(post, tag=0):
+def send(endpoint, tag=0):
     x = np.zeros(4, np.uint8)
-    return post.send(1, 1 - post.rank, tag, x.ctypes.data, x.nbytes, x)
+    return endpoint.send(1, 1 - endpoint.rank, tag, x.ctypes.data, x.nbytes, x)
 
 
 def fail():
@@ -39,35 +39,35 @@ def exit_thread():
 
 @pytest.mark.parametrize("part", ["_work", "_check", "_settle"])
 @pytest.mark.parametrize("error", [fail, exit_thread])
-def test_an_unexpected_error_in_the_thread_ends_the_post_for_those_who_wait_for_callbacks(office, part, error):
-    progress, over = office.posts[0].progress, threading.Event()
+def test_an_unexpected_error_in_the_thread_ends_the_post_for_those_who_wait_for_callbacks(endpoints, part, error):
+    progress, over = endpoints.endpoints[0].progress, threading.Event()
     usual = getattr(progress, part)
 
     def once():
         setattr(progress, part, usual)
         error()
 
-    transfer = receive(office.posts[0])
+    transfer = receive(endpoints.endpoints[0])
     transfer.on_done(lambda _: over.set())
     setattr(progress, part, once)
     assert over.wait(10)
     assert isinstance(transfer.error, ProtocolError)
-    assert "bpsfast-post-0 failed: " in str(transfer.error)
-    with pytest.raises(ProtocolError, match="bpsfast-post-0 failed: "):
-        send(office.posts[0])
+    assert "bpsfast-p2p-0 failed: " in str(transfer.error)
+    with pytest.raises(ProtocolError, match="bpsfast-p2p-0 failed: "):
+        send(endpoints.endpoints[0])
 
 
-def test_an_unexpected_error_ends_the_wait_in_which_it_happens(office):
-    progress = office.posts[0].progress
-    transfer = receive(office.posts[0])
+def test_an_unexpected_error_ends_the_wait_in_which_it_happens(endpoints):
+    progress = endpoints.endpoints[0].progress
+    transfer = receive(endpoints.endpoints[0])
     progress._work = fail  # from now on, and each time
     with pytest.raises(ProtocolError, match="ZeroDivisionError: a mistake of ours"):
         transfer.wait()
     progress._work = lambda: False
 
 
-def test_what_goes_on_failing_keeps_no_core_busy(office):
-    progress, over, n_tried = office.posts[0].progress, threading.Event(), []
+def test_what_goes_on_failing_keeps_no_core_busy(endpoints):
+    progress, over, n_tried = endpoints.endpoints[0].progress, threading.Event(), []
 
     def fail_again():
         n_tried.append(1)
@@ -81,15 +81,15 @@ def test_what_goes_on_failing_keeps_no_core_busy(office):
     progress._work = lambda: False
 
 
-def test_a_callback_that_ends_its_thread_does_not_end_the_post(office):
+def test_a_callback_that_ends_its_thread_does_not_end_the_post(endpoints):
     over = threading.Event()
-    transfer = receive(office.posts[0])
+    transfer = receive(endpoints.endpoints[0])
     transfer.on_done(lambda _: exit_thread())
     transfer.on_done(lambda _: over.set())
-    send(office.posts[1]).wait()
+    send(endpoints.endpoints[1]).wait()
     assert over.wait(10)
-    again = receive(office.posts[0], 1)
+    again = receive(endpoints.endpoints[0], 1)
     again.on_done(lambda _: over.set())
     over.clear()
-    send(office.posts[1], 1).wait()
+    send(endpoints.endpoints[1], 1).wait()
     assert over.wait(10)

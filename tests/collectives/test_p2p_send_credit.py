@@ -6,7 +6,7 @@ import pytest
 
 import bpsfast
 from bpsfast.collectives.p2p.protocol import EAGER_NBYTES, N_ANNOUNCED, ROOM_NBYTES
-from tests.support.rank_messages import pattern, post, receive, send
+from tests.support.rank_messages import endpoint, pattern, receive, send
 
 
 def unexpected(nbytes, n):
@@ -20,7 +20,8 @@ def unexpected(nbytes, n):
             transfer.wait(20)
         return sent_at_once, 0
     receive(np.zeros(1, np.uint8), 0, 9, channel=3).wait(10)  # what was sent before it has come before it
-    lie = [each for here in post().receiver.matching._arrivals.values() for queue in here.values() for _, each in queue]
+    arrivals = endpoint().receiver.matching._arrivals.values()
+    lie = [each for here in arrivals for queue in here.values() for _, each in queue]
     bpsfast.barrier()
     x = np.zeros(nbytes, np.uint8)
     for number in range(n):

@@ -85,7 +85,7 @@ def test_who_is_late_for_his_first_message_is_waited_for_as_long_as_anybody_wait
 
 
 def without_waiting():
-    """Nobody waits for a message: the post's own thread brings it, and calls back."""
+    """Nobody waits for a message: the endpoint's own thread brings it, and calls back."""
     me, other = bpsfast.rank(), 1 - bpsfast.rank()
     arrived, order = threading.Event(), []
     x = np.zeros(3 << 20, np.uint8)

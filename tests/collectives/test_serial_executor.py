@@ -180,7 +180,7 @@ def test_all_threads_that_callbacks_have_needed_end(no_leaks):
     closed = []
     closer = threading.Thread(target=lambda: closed.append(executor.close(5.0)))
     closer.start()
-    while not executor._closing or executor._n_telling:
+    while not executor._closing or executor._n_in_done:
         os.sched_yield()
     running.open.set()
     closer.join(TIMEOUT_S)

@@ -33,7 +33,7 @@ from bpsfast.trainer import process
 from tests.support.coordinators import (  # fixtures
     KEY,
     LIMIT_S,
-    Puppet,
+    FakeCoordinator,
     coordinator as coordinator,
     end as end,
     settings_of,
@@ -43,18 +43,18 @@ from tests.support.coordinators import (  # fixtures
 
 
 @pytest.fixture
-def puppet(no_leaks):
-    puppet = Puppet()
-    yield puppet
-    puppet.close()
+def fake(no_leaks):
+    fake = FakeCoordinator()
+    yield fake
+    fake.close()
 
 
 @pytest.fixture
-def known(puppet, end):
-    """The puppet, and a worker of number 2 that it knows."""
-    member = end(puppet.address, 2, node_id="mine")
-    assert puppet.hear(1) == [Hello(2)]
-    return puppet, member
+def known(fake, end):
+    """The fake, and a worker of number 2 that it knows."""
+    member = end(fake.address, 2, node_id="mine")
+    assert fake.hear(1) == [Hello(2)]
+    return fake, member
 
 
 @pytest.mark.parametrize("missing", [{"job_key": ""}, {"member": -1}])
@@ -66,29 +66,29 @@ def test_who_was_not_started_as_a_worker_is_told_so(no_leaks, missing):
 # -- the next job ------------------------------------------------------------------------------------------------------
 
 def test_who_comes_says_what_it_has_and_why(known, end):
-    puppet, member = known
-    puppet.say(Over())
+    fake, member = known
+    fake.say(Over())
     member.has_state = True
     with pytest.raises(TrainingOver):
         member.join(7, "a link")
-    (come,) = puppet.hear(1)
+    (come,) = fake.hear(1)
     assert (come.member, come.has_state, come.n_commits, come.reason) == (2, True, 7, "a link")
     nodes = []
     for number, node_id in ((3, "mine"), (4, "another")):
-        other = end(puppet.address, number, node_id=node_id)
-        assert puppet.hear(1) == [Hello(number)]
-        puppet.say(Over())
+        other = end(fake.address, number, node_id=node_id)
+        assert fake.hear(1) == [Hello(number)]
+        fake.say(Over())
         with pytest.raises(TrainingOver):
             other.join()
-        (said,) = puppet.hear(1)
+        (said,) = fake.hear(1)
         assert said == Come(number, said.node)
         nodes.append(said.node)
     assert nodes[0] == come.node != nodes[1]
 
 
 def test_training_that_is_over_ends_the_program_well(known):
-    puppet, member = known
-    puppet.say(Over())
+    fake, member = known
+    fake.say(Over())
     with pytest.raises(SystemExit, match="the training has ended without this worker, which came too late") as caught:
         member.join()
     assert isinstance(caught.value, TrainingOver) and caught.value.code == 0 and member.job == 0
@@ -98,8 +98,8 @@ def test_training_that_is_over_ends_the_program_well(known):
     ("StallError", StallError), ("MismatchError", MismatchError), ("BpsError", BpsError), ("KeyError", PeerLostError),
     ("", PeerLostError), ("error_of", PeerLostError), ("__doc__", PeerLostError)])
 def test_a_refusal_is_raised_as_what_it_names(known, error, kind):
-    puppet, member = known
-    puppet.say(Refused(error, "no quorum: nobody"))
+    fake, member = known
+    fake.say(Refused(error, "no quorum: nobody"))
     said = f"{error}: " if error and kind is PeerLostError else ""  # a name that is no class of errors is shown
     with pytest.raises(BpsError, match=rf"^{said}no quorum: nobody$") as caught:
         member.join()
@@ -107,9 +107,9 @@ def test_a_refusal_is_raised_as_what_it_names(known, error, kind):
 
 
 def test_a_coordinator_that_ends_while_it_is_waited_for_is_lost(known):
-    puppet, member = known
+    fake, member = known
     until_connected(member)
-    puppet.close()
+    fake.close()
     with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone"):
         member.join()
 
@@ -153,20 +153,20 @@ def test_a_word_now_and_then_is_enough_to_wait_on_and_on(coordinator, end, monke
 
 
 def test_newcomers_count_for_the_job_that_they_wait_for(known):
-    puppet, member = known
-    puppet.say(Formed(1, 0, 1, "wait"))
+    fake, member = known
+    fake.say(Formed(1, 0, 1, "wait"))
     member._await_job(0, "")
     assert (member.job, member.lost_worker, member.newcomers()) == (1, "wait", 0)
-    puppet.say(Newcomers(1, 2))
+    fake.say(Newcomers(1, 2))
     until(member, member.newcomers)
     assert member.newcomers() == 2
-    puppet.say(Formed(2, 0, 3, "wait"))
+    fake.say(Formed(2, 0, 3, "wait"))
     member._await_job(0, "")
     assert member.newcomers() == 0
-    puppet.say(Newcomers(1, 5), Void(2, "heard"))
+    fake.say(Newcomers(1, 5), Void(2, "heard"))
     until(member, member._why_void)
     assert member.newcomers() == 0, "that was said of the job before"
-    puppet.say(Newcomers(2, 1))
+    fake.say(Newcomers(2, 1))
     until(member, member.newcomers)
     assert member.newcomers() == 1
 
@@ -175,34 +175,34 @@ def test_newcomers_count_for_the_job_that_they_wait_for(known):
 
 @pytest.fixture
 def joining(known):
-    """The puppet, and a worker that joins job 2."""
-    puppet, member = known
-    puppet.say(Formed(2, 0, 2, "shrink"))
+    """The fake, and a worker that joins job 2."""
+    fake, member = known
+    fake.say(Formed(2, 0, 2, "shrink"))
     member._await_job(0, "")
-    puppet.hear(1)
-    return puppet, member
+    fake.hear(1)
+    return fake, member
 
 
 def test_a_value_is_wanted_once_and_taken_from_its_own_job_alone(joining):
-    puppet, member = joining
-    puppet.say(Value(1, "k", "old"), Value(2, "k", "ключ"), Value(3, "k", "of the future"))
+    fake, member = joining
+    fake.say(Value(1, "k", "old"), Value(2, "k", "ключ"), Value(3, "k", "of the future"))
     store = client_module._Store(member, 2)
     store.wait(["k"], timedelta(seconds=LIMIT_S))
     assert store.get("k") == "ключ".encode() and member.value(2, "k", 0.0) == "ключ"
-    assert puppet.hear(1) == [Want(2, 2, "k")]
-    puppet.say(Formed(3, 0, 2, "shrink"))
+    assert fake.hear(1) == [Want(2, 2, "k")]
+    fake.say(Formed(3, 0, 2, "shrink"))
     member._await_job(0, "")
     with pytest.raises(TimeoutError, match=r"nobody has set k within 0\.1 s"):
         member.value(3, "k", 0.1)
-    assert [type(message) for message in puppet.hear(2)] == [Come, Want]
+    assert [type(message) for message in fake.hear(2)] == [Come, Want]
 
 
 def test_who_waits_for_a_value_hears_that_its_job_is_void(joining):
-    puppet, member = joining
-    puppet.say(Void(1, "of the job before"))
+    fake, member = joining
+    fake.say(Void(1, "of the job before"))
     with pytest.raises(TimeoutError):
         member.value(2, "k", 0.2)
-    puppet.say(Void(2, "worker 1 is gone"))
+    fake.say(Void(2, "worker 1 is gone"))
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match=r"^worker 1 is gone$"):
         member.value(2, "other", LIMIT_S)
@@ -236,24 +236,24 @@ def test_the_limit_of_a_value_is_the_last_that_is_stored(coordinator, end):
 
 # -- the process it belongs to -----------------------------------------------------------------------------------------
 
-def test_a_process_enlists_once_and_closes_once(puppet, end):
+def test_a_process_enlists_once_and_closes_once(fake, end):
     assert current_client() is None
-    member = open_client(settings_of(puppet.address, 2))
+    member = open_client(settings_of(fake.address, 2))
     try:
         assert open_client(settings_of("127.0.0.1:1", 5)) is member is current_client()
-        assert puppet.hear(1) == [Hello(2)]
+        assert fake.hear(1) == [Hello(2)]
         member.done()
     finally:
         member.close()
     member.close()
-    assert puppet.hear(1) == [Done(2)], "what was said before the end is sent"
+    assert fake.hear(1) == [Done(2)], "what was said before the end is sent"
 
 
-def test_a_fork_has_no_part_in_it_and_takes_nothing_along(puppet, end, pidfd_of):
-    settings = settings_of(puppet.address, 2)
+def test_a_fork_has_no_part_in_it_and_takes_nothing_along(fake, end, pidfd_of):
+    settings = settings_of(fake.address, 2)
     member = open_client(settings)
     try:
-        assert puppet.hear(1) == [Hello(2)]
+        assert fake.hear(1) == [Hello(2)]
         child = os.fork()
         if child == 0:
             code = 1
@@ -264,13 +264,13 @@ def test_a_fork_has_no_part_in_it_and_takes_nothing_along(puppet, end, pidfd_of)
                 is_own = own is not member and own.pid == os.getpid() and current_client() is own
                 own.done()
                 own.close()
-                code = 0 if was_none and is_own and member._quiet_fd >= 0 else 2
+                code = 0 if was_none and is_own and not member._channel._context.closed else 2
             finally:
                 os._exit(code)
         assert select.select([pidfd_of(child)], [], [], LIMIT_S)[0], "the child has not ended"
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert puppet.hear(2) == [Hello(2), Done(2)], "the child's own"
+        assert fake.hear(2) == [Hello(2), Done(2)], "the child's own"
         member.done()
-        assert puppet.hear(1) == [Done(2)] and current_client() is member
+        assert fake.hear(1) == [Done(2)] and current_client() is member
     finally:
         member.close()

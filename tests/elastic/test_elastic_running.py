@@ -38,7 +38,7 @@ class State(elastic.ObjectState):
 
 
 class Elastic:
-    """A coordinator of one seat, and this process, which has joined its first job."""
+    """A coordinator of one rank, and this process, which has joined its first job."""
 
     def __init__(self, coordinator, monkeypatch, kind=State, **rules):
         self.made = coordinator(1, **{"lost_worker": "shrink", **rules})

@@ -123,16 +123,16 @@ def test_there_and_back(device):
 
     pages = np.zeros(1 << 20, np.uint8)
     x = cupy.arange(1 << 18, dtype="f4")
-    place = tensor_input(x).place
+    location = tensor_input(x).location
     device.pin(pages.ctypes.data, pages.nbytes, True)
     stream = device.stream()
-    stream.wait(place.ready)
+    stream.wait(location.ready)
     stream.copy(pages.ctypes.data, x.data.ptr, x.nbytes, to_host=True)
     assert stream.record().wait(10)
     assert (pages.view("f4") == np.arange(1 << 18)).all()
     pages.view("f4")[:] *= 2
     stream.copy(x.data.ptr, pages.ctypes.data, x.nbytes, to_host=False)
-    place.caller().wait(stream.record())
+    location.caller().wait(stream.record())
     assert (x.get() == 2 * np.arange(1 << 18)).all()
     device.unpin(pages.ctypes.data)
     device.unpin(pages.ctypes.data)  # raises nothing

@@ -65,7 +65,7 @@ def test_a_stream_waits_for_another_and_its_caller_does_not(device, stream):
 
 def test_events_know_their_stream(device, stream):
     assert stream.record().origin == stream.record().origin
-    assert stream.record().origin != device.place().ready.origin
+    assert stream.record().origin != device.location().ready.origin
 
 
 def fail():
@@ -132,18 +132,18 @@ def test_copies_are_of_pinned_pages(device, stream):
         stream.copy(at + 1, address_of(array), PAGE, to_host=True)
     device.unpin(at)
     with pytest.raises(DeviceError, match="not pinned"):
-        device.place().caller().copy(at, address_of(array), 1, to_host=True)
+        device.location().caller().copy(at, address_of(array), 1, to_host=True)
 
 
 def test_a_place_is_that_of_the_owners_stream(device, stream):
     go = threading.Event()
     stream.run(go.wait)
-    place = device.place(stream)
-    assert place.caller() is stream
-    assert not place.ready.done()
-    assert device.place().ready.done()
+    location = device.location(stream)
+    assert location.caller() is stream
+    assert not location.ready.done()
+    assert device.location().ready.done()
     go.set()
-    assert place.ready.wait(10)
+    assert location.ready.wait(10)
 
 
 def test_arrays_made_of_one_belong_to_its_stream(stream):

@@ -64,16 +64,16 @@ def test_of_several_failures_the_one_that_is_no_flush_is_named(no_leaks):
     made = linked(n_pairs=2)
     member = made[1]
     [link] = member.runtime.links.values()
-    flushed, refused = link._ways
-    part = next(part for part in range(4) if link.stream_of(part) is refused.lane)
+    flushed, refused = link._paths
+    part = next(part for part in range(4) if link.stream_of(part) is refused.stream)
     segment, offset, memory = member.allocate(NBYTES)
     flushed.pair.to_error()  # as the peer's bad write would end it: what stood ready to receive is flushed
-    until(flushed.lane.failure)
-    assert flushed.lane.failure()["code"] == 5
+    until(flushed.stream.failure)
+    assert flushed.stream.failure()["code"] == 5
     assert "IBV_WC_WR_FLUSH_ERR" in member.runtime.why_lost(0, errno.EIO)
-    refused.lane.aim(part, 4096, 4096, NBYTES, 1)
-    refused.lane.post(part, 1, 0, member.runtime.regions.chunk(segment).segment.address + offset, NBYTES)
-    until(refused.lane.failure)
+    refused.stream.aim(part, 4096, 4096, NBYTES, 1)
+    refused.stream.post(part, 1, 0, member.runtime.regions.chunk(segment).segment.address + offset, NBYTES)
+    until(refused.stream.failure)
     words = member.runtime.why_lost(0, errno.EIO)
     assert f"RDMA WRITE of partition {part} (round 1, {NBYTES} bytes) to node 0" in words, words
     assert "IBV_WC_REM_ACCESS_ERR" in words, words

@@ -155,7 +155,7 @@ def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_part
         steady(found)
         after = found["after"]
         assert [after[f"transport_{peer}"] for peer in (1 - index, 2)] == [3, 3]
-        # no copy: a lane sends from registered memory only, and that is the segments which ranks and engine use
+        # no copy: a stream sends from registered memory only, and that is the segments which ranks and engine use
         assert after["rdma_registrations"] == after["registrations"] and after["rdma_rails"] == 1
         assert after["rdma_locked_nbytes"] == after["memory_segments"]
 

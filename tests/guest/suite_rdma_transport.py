@@ -16,7 +16,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.node import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
-from tests.guest.lane_side import wait_for
+from tests.guest.stream_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
 from tests.node.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
     SIZES,
@@ -134,12 +134,12 @@ def test_parts_take_turns_over_rails_and_queue_pairs(railed):
             assert end.result(part, 1) == b"\2" * nbytes
     for end in railed:
         [link] = end.runtime.links.values()
-        lanes = list(dict.fromkeys(link.stream_of(part) for part in range(len(SIZES) * 2)))
+        streams = list(dict.fromkeys(link.stream_of(part) for part in range(len(SIZES) * 2)))
         # the result of a part that is owned here, the partial of any other: one write each
-        wait_for(partial(counted, lanes, "writes_sent"), len(SIZES) * 2)
-        written = [lane.counters()["writes_sent"] for lane in lanes]
-        assert [lane.counters()["writes_received"] for lane in lanes] == written and min(written) > 0
-        assert len(lanes) == link.counters()["queue_pairs"] == 4
+        wait_for(partial(counted, streams, "writes_sent"), len(SIZES) * 2)
+        written = [stream.counters()["writes_sent"] for stream in streams]
+        assert [stream.counters()["writes_received"] for stream in streams] == written and min(written) > 0
+        assert len(streams) == link.counters()["queue_pairs"] == 4
         assert end.runtime.counters()["rdma"]["rails"] == 2
 
 

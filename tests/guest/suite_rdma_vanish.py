@@ -160,7 +160,7 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(no_leaks):
     under_way = reconnects(start_timeout_s=1.0)
     assert not under_way.channel_ended(1)
     assert under_way.begin(1, "a test")
-    assert under_way.begin(1, "its other lanes say so, too")
+    assert under_way.begin(1, "its other streams say so, too")
     assert fenced == [1] and not end.runtime.rails.used
     assert under_way.channel_ended(1)  # by and by, since the peer is asked for another link
     while not lost:

@@ -101,7 +101,8 @@ def test_present_settings_that_cannot_be_measured_are_an_error():
 def test_knobs_name_what_cannot_be_tried():
     with listening(1) as where:
         choice = session(where).choice
-    assert {"partition_bytes", "credit_bytes", "rdma_queue_pairs", "rdma_mtu"} <= {knob.name for knob in choice.knobs}
+    assert {"partition_bytes", "credit_bytes", "rdma_queue_pairs", "rdma_mtu"} <= {
+        each.name for each in choice.tunables}
     assert "has one usable port" in choice.untried["rdma_devices"]
     assert "the driver rxe ignores it" in choice.untried["rdma_relaxed_ordering"]
     assert "--traffic-class" in choice.untried["rdma_traffic_class"]

@@ -36,7 +36,7 @@ def ranks(n: int, cpus: frozenset[int], *beside: int | None) -> list[Rank]:
 
 def shares(machine: Cores, n: int, *beside: int | None, wishes: AffinityOptions = _NOTHING,
            taken: frozenset[int] = frozenset()) -> list[frozenset[int]]:
-    return [seat.cpus for seat in plan_ranks(machine, ranks(n, machine.cpus, *beside), wishes, taken)]
+    return [each.cpus for each in plan_ranks(machine, ranks(n, machine.cpus, *beside), wishes, taken)]
 
 
 # -- recorded machines -------------------------------------------------------------------------------------------------
@@ -58,10 +58,10 @@ def test_ranks_sit_beside_their_gpus(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1").hyperthreads()
     found, gpus = plan.read_cores(machine.host.tree), locality.gpu_numa_nodes(machine.host)
     assert gpus == (0, 0, 0, 0, 1, 1, 1, 1)
-    seats = plan_ranks(found, ranks(8, found.cpus, *reversed(gpus)), AffinityOptions())
-    assert [seat.home for seat in seats] == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert seats[0].cpus == span(20, 24, 60, 64) and seats[7].cpus == span(15, 19, 55, 59)
-    assert [len(seat.cpus) for seat in seats] == [10] * 8
+    affinities = plan_ranks(found, ranks(8, found.cpus, *reversed(gpus)), AffinityOptions())
+    assert [each.home for each in affinities] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert affinities[0].cpus == span(20, 24, 60, 64) and affinities[7].cpus == span(15, 19, 55, 59)
+    assert [len(each.cpus) for each in affinities] == [10] * 8
     only_one = plan_node(found, found.cpus, locality.nics_by_name(machine.host, ["mlx5_2"]).nodes, 8, AffinityOptions())
     assert only_one == CpuAffinity(span(20, 39, 60, 79), 1)
     nodes = locality.nics_by_name(machine.host, ["mlx5_0", "mlx5_2"]).nodes
@@ -73,8 +73,9 @@ def test_where_many_gpus_are_shares_are_smaller_but_not_too_small(recorded_machi
     machine = recorded_machine("asymmetric_3_5").hyperthreads()
     found, gpus = plan.read_cores(machine.host.tree), locality.gpu_numa_nodes(machine.host)
     assert gpus == (0, 0, 0, 1, 1, 1, 1, 1)
-    seats = plan_ranks(found, ranks(8, found.cpus, *gpus), AffinityOptions())
-    assert [seat.home for seat in seats] == list(gpus) and [len(seat.cpus) for seat in seats] == [16] * 3 + [12] * 5
+    affinities = plan_ranks(found, ranks(8, found.cpus, *gpus), AffinityOptions())
+    assert [each.home for each in affinities] == list(gpus)
+    assert [len(each.cpus) for each in affinities] == [16] * 3 + [12] * 5
     assert shares(sockets(8, 8), 2, 1, 1) == [span(8, 11), span(12, 15)], "the half that is near"
     assert shares(sockets(4, 4, 4), 3, 2, 2, 2) == [span(8, 11), span(0, 3), span(4, 7)], "a third is too little"
     asked = shares(sockets(8, 8), 2, 1, 1, wishes=AffinityOptions(rank_cores=8))
@@ -108,7 +109,7 @@ def test_a_share_larger_than_a_node_is_of_neighbours() -> None:
     rows = (10, 32, 12, 32), (32, 10, 32, 12), (12, 32, 10, 32), (32, 12, 32, 10)
     clusters = Cores(sockets(4, 4, 4, 4).nodes, {number: dict(enumerate(row)) for number, row in enumerate(rows)})
     assert shares(clusters, 2) == [span(0, 3, 8, 11), span(4, 7, 12, 15)]
-    assert [seat.home for seat in plan_ranks(clusters, ranks(2, clusters.cpus), AffinityOptions())] == [0, 1]
+    assert [each.home for each in plan_ranks(clusters, ranks(2, clusters.cpus), AffinityOptions())] == [0, 1]
     assert shares(sockets(10, 10), 3) == [span(0, 5), span(10, 15), span(16, 19)], "as many as BytePS's launcher"
 
 
@@ -127,10 +128,10 @@ def test_wishes_hold_on_one_socket_too() -> None:
 def test_cores_of_the_node_s_own_are_beside_its_card_and_nobody_else_s() -> None:
     machine = sockets(4, 4, threads=2)
     wishes = AffinityOptions(node_cores=2)
-    seat = plan_node(machine, machine.cpus, {1}, 3, wishes)
-    assert seat == CpuAffinity(span(6, 7, 14, 15), 1, alone=True)
-    assert shares(machine, 3, wishes=wishes, taken=seat.cpus) == [span(0, 1, 8, 9), span(2, 3, 10, 11),
-                                                                  span(4, 5, 12, 13)]
+    affinity = plan_node(machine, machine.cpus, {1}, 3, wishes)
+    assert affinity == CpuAffinity(span(6, 7, 14, 15), 1, alone=True)
+    assert shares(machine, 3, wishes=wishes, taken=affinity.cpus) == [span(0, 1, 8, 9), span(2, 3, 10, 11),
+                                                                      span(4, 5, 12, 13)]
     assert plan_node(machine, machine.cpus, {0, 1}, 3, wishes).cpus == span(3, 3, 7, 7, 11, 11, 15, 15)
     assert plan_node(machine, machine.cpus, {1}, 7, wishes).cpus == span(7, 7, 15, 15), "each rank needs one"
     assert not plan_node(machine, machine.cpus, {1}, 8, wishes).alone, "nothing is left: it shares"
@@ -171,8 +172,8 @@ def test_no_cpu_that_is_not_allowed_none_twice_and_shares_add_up(
     assert node.cpus < cpus and not node.cpus & wishes.avoid
     assert not node.alone or (wishes.node_cores and 0 < machine.within(node.cpus).count <= wishes.node_cores)
     taken = node.cpus if node.alone else frozenset()
-    seats = plan_ranks(machine, came, wishes, taken)
-    pinned = [seat.cpus for seat in seats if seat.cpus]
+    affinities = plan_ranks(machine, came, wishes, taken)
+    pinned = [each.cpus for each in affinities if each.cpus]
     assert len(pinned) in (0, len(came))
     assert sum(map(len, pinned)) == len(frozenset().union(*pinned)), "disjoint"
     pool = machine.within(cpus - wishes.avoid - taken)
@@ -182,6 +183,6 @@ def test_no_cpu_that_is_not_allowed_none_twice_and_shares_add_up(
     for each in pinned:
         assert each <= pool.cpus
         assert all(core <= each or not core & each for parts in pool.nodes.values() for core in parts), "whole cores"
-    for rank, seat in zip(came, seats):
-        where = seat.cpus or rank.cpus
-        assert seat.home is None or machine.cpus_of(seat.home) & where
+    for rank, affinity in zip(came, affinities):
+        where = affinity.cpus or rank.cpus
+        assert affinity.home is None or machine.cpus_of(affinity.home) & where

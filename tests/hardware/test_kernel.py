@@ -69,5 +69,5 @@ def test_the_internet_checksum() -> None:
 
 
 def test_statistics_of_an_interface_without_any_are_empty() -> None:
-    assert kernel.driver_statistics("no such one") == {}
-    assert all(isinstance(value, int) for value in kernel.driver_statistics("lo").values())
+    assert Kernel().statistics("no such one") == {}
+    assert all(isinstance(value, int) for value in Kernel().statistics("lo").values())

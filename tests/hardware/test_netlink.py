@@ -17,7 +17,7 @@ def _attribute(kind: int, payload: bytes) -> bytes:
 
 
 def test_the_route_to_this_machine_is_local() -> None:
-    route = kernel.route_to(ipaddress.ip_address("127.0.0.1"))
+    route = kernel.Kernel().route(ipaddress.ip_address("127.0.0.1"))
     assert route.local and route.netdev == "lo" and str(route.source) == "127.0.0.1" and route.gateway is None
 
 
@@ -25,7 +25,7 @@ def test_the_route_to_this_machine_is_local() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a namespace without routes")
 def test_no_route_is_an_error_with_the_address() -> None:
     program = ("import ipaddress\nfrom bpsfast.hardware import kernel\n"
-               "kernel.route_to(ipaddress.ip_address('10.1.2.3'))")
+               "kernel.Kernel().route(ipaddress.ip_address('10.1.2.3'))")
     command = ["unshare", "--net", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -50,4 +50,4 @@ def test_priorities_with_flow_control_are_read(bits: int, priorities: tuple[int,
 def test_an_answer_without_flow_control_is_none() -> None:
     assert kernel.parse_pause(b"\0" * 4 + _attribute(1, b"eth2\0")) is None
     assert kernel.parse_pause(b"\0" * 4 + b"\1\0") is None
-    assert kernel.pause_priorities("lo") is None and kernel.pause_priorities("no such one") is None
+    assert kernel.Kernel().pause_priorities("lo") is None and kernel.Kernel().pause_priorities("no such one") is None

@@ -1,4 +1,4 @@
-"""Gradients that were averaged and are not used: what says that gradients are averages holds as long as they are."""
+"""Averaged gradients that a program discards: the mark that gradients are averages holds only while they are."""
 from __future__ import annotations
 
 import pytest
@@ -41,7 +41,7 @@ def settled(*optimizers):
 
 
 def backward(way, model, losses):
-    """In one process: give *model* the gradients of *losses*, one for each rank, reduced."""
+    """Give *model*, in one process, the reduced gradients of *losses*, one for each rank."""
     every = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     for p, gradients in zip(model.parameters(), zip(*every)):
         stacked = torch.stack(gradients)
@@ -54,7 +54,7 @@ def assert_same(model, other):
 
 
 def discarded(way, by_module):
-    """Gradients under way are refused to be cleared; once averaged, they are, and the next ones are averaged."""
+    """zero_grad raises while gradients are under way; it clears averages, and the next gradients are averaged."""
     model, ref = net(), net()
     optimizer, own = wrapped(way, model, f"discarded {way} {by_module}"), sgd(ref.parameters())
     for step in range(3):
@@ -82,7 +82,7 @@ def test_what_is_discarded_counts_no_more(pair, way, by_module):
 
 
 def stepped_twice(way):
-    """An error in the optimizer's own step, after which the next gradients are averaged."""
+    """The optimizer's own step raises; the next gradients are averaged again."""
     model, ref = net(), net()
     optimizer, own = wrapped(way, model, f"twice {way}"), sgd(ref.parameters())
     optimizer.zero_grad()

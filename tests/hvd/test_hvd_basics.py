@@ -1,4 +1,4 @@
-"""bpsfast.hvd's life and what it says of itself; its names and signatures are Horovod's."""
+"""bpsfast.hvd: names and signatures are Horovod's; init, shutdown, ranks, the timeline, use under a launcher."""
 from __future__ import annotations
 
 import inspect
@@ -148,7 +148,7 @@ def test_comm_is_all_ranks_or_nothing(job):
 
 
 def begin_in_discord():
-    """Let the ranks disagree about their first barrier: which threads are left, and whether the next try works."""
+    """Let init fail, as the ranks disagree; return the threads that are left, and whether the next init works."""
     usual = runtime.Request
     if bpsfast.rank():
         runtime.Request = lambda **fields: usual(**{**fields, "kind": "add_process_set"})
@@ -211,7 +211,7 @@ def test_a_timeline_on_a_full_disk_says_so(job):
 
 
 class Slow:
-    """In the place of a service: lets another thread add a set while a timeline begins."""
+    """Replaces a service: lets another thread add a set while a timeline begins."""
 
     def __init__(self, adder):
         self.__dict__["adder"] = adder

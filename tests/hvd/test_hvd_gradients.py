@@ -1,4 +1,4 @@
-"""Gradients through bpsfast.hvd's operations: against finite differences where they are derivatives of the sum of all
+"""Gradients of bpsfast.hvd's operations: against finite differences where they are derivatives of the sum of all
 ranks' losses, else against Horovod's definition."""
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def weights(shape, salt=0):
 
 
 def total_loss(function, x):
-    """The sum of all ranks' losses at *x*, of which each rank has its own."""
+    """Return the sum of all ranks' losses at *x*, which differs by rank."""
     y = function(x)
     return hvd.allreduce((y * weights(tuple(y.shape))).sum(), op=hvd.Sum).item()
 
 
 def differs_from_differences(function, x):
-    """Whether backward finds something else than differences of the sum of all losses, at each rank's *x* in turn."""
+    """Return whether backward differs from finite differences of the sum of all losses, at each rank's *x* in turn."""
     x = x.clone().requires_grad_()
     y = function(x)
     (y * weights(tuple(y.shape))).sum().backward()
@@ -88,7 +88,7 @@ def test_alltoall(ranks):
 
 
 def by_definition():
-    """Horovod's gradients that are those of the mean of the losses, or n times those of their sum."""
+    """Check the gradients that Horovod defines as those of the mean of the losses, or n times those of their sum."""
     wrong = []
     n, me = hvd.size(), hvd.rank()
     x = point(me + 1, 2).requires_grad_()
@@ -135,7 +135,7 @@ def test_through_compression(ranks):
 
 
 def normalised():
-    """SyncBatchNorm on each rank's part of a batch against BatchNorm on the whole of it."""
+    """Compare SyncBatchNorm on each rank's part of a batch with BatchNorm on the whole batch."""
     wrong = []
     n, me = hvd.size(), hvd.rank()
     for dims, affine, momentum in (((), True, 0.1), ((3,), True, None), ((2, 2), False, 0.3)):

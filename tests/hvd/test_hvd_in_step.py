@@ -1,4 +1,4 @@
-"""A call that fails on one rank takes no name and no number: the others neither wait for it nor fall out of step."""
+"""A call that fails on one rank uses no name and no number, so that later calls of all ranks still match."""
 from __future__ import annotations
 
 import numpy as np
@@ -113,7 +113,7 @@ def wrapped(**arguments):
 
 
 def fails_on(rank, name):
-    """Return the numbers of the calls that *rank* is not refused, and whether all ranks are in step afterwards."""
+    """Return the numbers of the calls that do not fail on *rank*, and whether all ranks' calls match afterwards."""
     bad, good = OPERATIONS[name]
     wrong = []
     for number, call in enumerate(bad if hvd.rank() == rank else []):
@@ -137,7 +137,7 @@ def test_a_call_that_one_rank_is_refused_costs_nobody_anything(pair, name):
 
 
 def cannot_be_sent(rank):
-    """Only *rank*'s objects cannot be pickled: it hears why, and the others hear of it at once."""
+    """Only *rank*'s objects cannot be pickled: it raises the reason, and the others raise at once."""
     mine = Unpicklable() if hvd.rank() == rank else 1
     errors = (OverflowError,) if hvd.rank() == rank else (UnsupportedError,)
     found = []
@@ -160,7 +160,7 @@ def test_all_hear_of_an_object_that_cannot_be_pickled(pair, rank):
 
 
 def other_sets():
-    """Ranks remove different sets: an error on both, and the sets count as before."""
+    """Ranks remove different sets: an error on both, and the sets stay."""
     sets = [hvd.add_process_set([0]), hvd.add_process_set([1])]
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched process sets"):
         hvd.remove_process_set(sets[hvd.rank()])
@@ -173,7 +173,7 @@ def test_a_set_that_was_not_removed_still_counts(pair):
 
 
 def integer_and_float():
-    """Only some of a group have a gradient: that of integers is None."""
+    """Integers of a group have the gradient None, the other tensors have gradients."""
     x = torch.ones(3, requires_grad=True)
     y, _ = hvd.grouped_allreduce([x, torch.ones(3, dtype=torch.int64)], op=hvd.Sum)
     y.sum().backward()
@@ -191,7 +191,7 @@ def test_a_group_of_integers_and_others_has_the_gradients_of_the_others(pair):
 
 
 def averages_of_integers():
-    """Cut off towards zero, exactly, where a product with 1 / size is not: 49 / 49 = 0.99... elsewhere."""
+    """Averages are truncated towards zero exactly; a product with 1 / size would not be exact (49 / 49 = 0.99...)."""
     found = []
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         mine = torch.tensor([-3, 3, -4, 7], dtype=dtype) if hvd.rank() else torch.zeros(4, dtype=dtype)

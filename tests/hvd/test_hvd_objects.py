@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer states of one rank on all ranks."""
+"""Broadcasts of objects, parameters and optimizer states; allgather of objects."""
 from __future__ import annotations
 
 import pytest
@@ -27,7 +27,7 @@ def test_objects(ranks):
 
 
 def parameters(kind):
-    """Broadcast a model of small and large, contiguous and other tensors; return what is wrong."""
+    """Broadcast a model of small, large, contiguous and strided tensors; return the names of wrong ones."""
     torch.manual_seed(hvd.rank())
     model = torch.nn.ModuleDict({
         "norm": torch.nn.BatchNorm1d(3), "large": torch.nn.Linear(600, 600), "small": torch.nn.Linear(2, 3)})

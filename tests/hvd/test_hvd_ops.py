@@ -1,4 +1,4 @@
-"""bpsfast.hvd's operations on real ranks, against their definition: 1 to 4 ranks, on 1 and 2 nodes, all dtypes."""
+"""bpsfast.hvd's operations against their definitions: 1 to 4 ranks, on 1 and 2 nodes, all dtypes."""
 from __future__ import annotations
 
 import ml_dtypes
@@ -18,7 +18,7 @@ MOVED = [*REDUCED, torch.bool, torch.complex64]
 
 
 def check(job, function, *arguments):
-    """Run *function* on all ranks; it returns what is wrong."""
+    """Run *function*, which returns what is wrong, on all ranks."""
     assert job.run(function, *arguments) == [[]] * job.size
 
 
@@ -33,7 +33,7 @@ def every(shape, dtype=torch.float32, salt=0):
 
 
 def reduced(inputs, op, pre=1.0, post=1.0):
-    """What *inputs*, one row for each rank, are reduced to: in float64, of small numbers, so exactly."""
+    """Return the reduction of *inputs*, one row for each rank, in float64, which is exact for small numbers."""
     x = (inputs.double() * pre).to(inputs.dtype).double()
     total = {hvd.Average: x.sum(0), hvd.Sum: x.sum(0), hvd.Min: x.amin(0), hvd.Max: x.amax(0),
              hvd.Product: x.prod(0)}[op]
@@ -44,7 +44,7 @@ def reduced(inputs, op, pre=1.0, post=1.0):
 
 
 def close(a, b):
-    """Equal, or for floats as near as one rounding more leaves them."""
+    """Return whether arrays are equal, or for floats differ by at most one rounding."""
     if not a.dtype.is_floating_point:
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-5)

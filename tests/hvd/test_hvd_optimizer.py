@@ -1,4 +1,4 @@
-"""DistributedOptimizer of bpsfast.hvd against one process that computes all ranks' gradients, and reduces them."""
+"""bpsfast.hvd's DistributedOptimizer, compared with one process that computes and reduces all ranks' gradients."""
 from __future__ import annotations
 
 import warnings
@@ -39,7 +39,7 @@ class Net(torch.nn.Module):
 
 
 def reference(n, op, steps, passes, ranks):
-    """The parameters after training with the gradients of *ranks*, reduced here."""
+    """Return the parameters after training in this process with the reduced gradients of *ranks*."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     for step in range(steps):
@@ -126,7 +126,7 @@ def test_a_process_set(ranks):
 
 
 def narrow():
-    """float16 and a compressor of one's own."""
+    """Check float16 and a user's own compressor."""
     wrong = []
 
     class Thirds:
@@ -205,7 +205,7 @@ def arguments():
         optimizer = hvd.DistributedOptimizer(sgd, [(f"arguments.{name}", p) for name, p in named], num_groups=2)
     with pytest.raises(ValueError, match=r"DistributedOptimizer, .* already"):
         hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(TypeError, match="before DistributedOptimizer wraps"):
+    with pytest.raises(TypeError, match="before the optimizer is wrapped"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="must be > 0"):
         optimizer.set_backward_passes_per_step(0)
@@ -266,7 +266,7 @@ def test_a_closure(pair):
 
 
 def compressed(names, steps=3):
-    """Step with halving learning rates; return the gradients, and how their partitions are cut."""
+    """Step with halving learning rates; return the gradients, and the sizes of their partitions."""
     big, small = torch.nn.Parameter(torch.zeros(SHAPE)), torch.nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([big, small], lr=1.0),
                                          [(f"{names} big", big), (f"{names} small", small)], TOP,

@@ -1,4 +1,4 @@
-"""Process sets: operations of some ranks, in an order of their own, beside those of all."""
+"""Process sets: operations of some ranks, in any order, while others of all ranks are under way."""
 from __future__ import annotations
 
 import threading
@@ -18,7 +18,7 @@ ranks = of_shapes((2,), (3,), (4,), (2, 2))
 
 
 def every_operation():
-    """Even ranks and odd ranks at once, in opposite orders, while something of all ranks is under way."""
+    """Even and odd ranks reduce at the same time, in opposite orders, while an operation of all ranks is under way."""
     wrong = []
     everybody = hvd.allreduce_async(torch.ones(1), name="everybody", op=hvd.Sum) if hvd.rank() == 0 else None
     sets = [hvd.add_process_set(range(start, hvd.size(), 2)) for start in (0, 1)]
@@ -130,7 +130,7 @@ def meet_and_look():
     session, title = process.current(), f"hvd.{runtime.current()._begun}.{new.process_set_id}:"
     if hvd.rank() == 0:  # behind its own withdrawal
         with pytest.raises(StallError, match="has not published it"):
-            session.notices.lookup(title, 0.2, "nobody")
+            session.key_values.lookup(title, 0.2, "nobody")
     return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=new).item() if new.included() else 2.0
 
 

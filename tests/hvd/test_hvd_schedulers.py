@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of optimizers that are wrapped, before or after; and what becomes of both in a pickle."""
+"""Learning-rate schedulers made before or after their optimizer is wrapped; pickles of both."""
 from __future__ import annotations
 
 import copy
@@ -53,7 +53,7 @@ def steps(p, optimizer, scheduler, scale, n):
 
 
 def of_one_process(name):
-    """What rates there are, and what becomes of the parameter: the mean of both ranks' gradients is 1.5."""
+    """Return the expected rates and parameters: the mean of both ranks' gradients is 1.5."""
     p, optimizer = made()
     rates = steps(p, optimizer, SCHEDULERS[name](optimizer), 1.5, 6)
     return rates, p.tolist()
@@ -90,7 +90,7 @@ def test_schedulers_set_the_rates_of_one_process(pair, api, name, before):
 
 
 def warned_too_early(api):
-    """A scheduler that is stepped before the optimizer is still told of."""
+    """A scheduler that is stepped before the optimizer still causes torch's warning."""
     p, optimizer = made()
     scheduler = SCHEDULERS["StepLR"](optimizer)
     WRAPPERS[api](optimizer, [(f"too early {api}", p)])
@@ -105,7 +105,7 @@ def test_a_true_warning_is_given(pair, api):
 
 
 def pickled(api, name, before):
-    """Save a scheduler, with the optimizer that it has; go on from there, wrapped again."""
+    """Pickle a scheduler with its optimizer, wrap the loaded optimizer again, and continue."""
     title = f"pickled {api} {name} {before}"
     p, optimizer = made()
     scheduler = SCHEDULERS[name](optimizer) if before else None

@@ -1,4 +1,4 @@
-"""The page that compares bpsfast.hvd with Horovod line by line: each line is of four cells, and names a test there is.
+"""The page that compares bpsfast.hvd with Horovod: each row has four cells, and names a test that exists.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of operations that ranks disagree on, give twice, do not give, or leave behind: in Horovod's words."""
+"""Horovod's errors for operations that ranks disagree on, submit twice, do not submit, or leave unfinished."""
 from __future__ import annotations
 
 import logging
@@ -20,7 +20,7 @@ def pair(shared_job):
 
 
 def mismatches():
-    """Ask for different things; return the errors, and that the ranks still work together."""
+    """Submit different operations under one name; return the errors, and whether the ranks still work together."""
     me = hvd.rank()
     wrong = []
     for function, text in (

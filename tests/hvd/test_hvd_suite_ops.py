@@ -1,4 +1,4 @@
-"""What Horovod's test_torch.py asks of operations on the CPU: a case here under the name of each test there.
+"""Cases for each test of operations on the CPU in Horovod's test_torch.py, under the same names.
 
 Written anew: inputs differ between ranks, and what is expected is computed from all of them.
 """
@@ -140,7 +140,7 @@ def in_place():
 
 
 def is_asynchronous(begin, wanted_of, dtypes):
-    """Begin all before anything is waited for; nothing can be over before rank 0 has begun."""
+    """Begin all operations before waiting for any; none can end before rank 0 has begun."""
     if hvd.rank() == 0:
         hvd.barrier()
     handles, polled = [], []
@@ -192,7 +192,7 @@ def sums_of_a_set():
 
 
 def differ(operation, rows_matter=True):
-    """Ranks give tensors that do not go together: an error on all of them, not at submission."""
+    """Ranks submit tensors that do not match: an error on all of them, not at submission."""
     if rows_matter:
         refused(RuntimeError, operation, torch.ones([17 + hvd.rank()] * 3))
     refused(RuntimeError, operation, torch.ones((17, 12) if hvd.rank() == 0 else (17, 3, 4)))
@@ -214,7 +214,7 @@ def allreduce_differs_in_type():
 
 
 def twice(operation):
-    """A name that is under way on this rank is refused at once, whatever the other ranks do; the first is not harmed.
+    """A name that is under way on this rank is refused at once, whatever the other ranks do; the first one completes.
     """
     first = None
     for turn in everybody():
@@ -233,7 +233,7 @@ def allreduce_twice():
 
 
 def upstream(x, rank=None):
-    """The gradient that comes from behind on *rank*, this one by default: another one on each."""
+    """Return the incoming gradient of *rank*, by default this one; it differs by rank."""
     return torch.full_like(x, float((hvd.rank() if rank is None else rank) + 1))
 
 
@@ -321,7 +321,7 @@ def grouped_sums_of_a_set():
 
 
 def group_grads(operation, factor, dtypes=FLOATS, shapes=None):
-    """Backward goes through one result after the other."""
+    """Call backward on one result after the other."""
     for dtype, shape in itertools.product(dtypes, shapes or length(7)):
         tensors = [x.requires_grad_() for x in group(shape, dtype)]
         for y in operation(tensors):
@@ -502,7 +502,7 @@ def broadcast_grad_in_a_set():
 # -- alltoall ---------------------------------------------------------------------------------------------
 
 def sent(sender, receivers, dtype, dim, rows):
-    """What *sender* gives: *rows* of them for each of *receivers*."""
+    """Return what *sender* sends: *rows* for each of *receivers*."""
     return values(sender, (len(receivers) * rows,) + (2,) * (dim - 1), dtype)
 
 
@@ -717,7 +717,7 @@ def reducescatter_twice():
 
 
 def scatter_grads(operation, factor_of, ranks=None):
-    """The gradient of what a rank gets goes to that part of all ranks' inputs."""
+    """The gradient of a rank's result goes to the same part of all ranks' inputs."""
     ranks = list(everybody() if ranks is None else ranks)
     for dtype, shape in itertools.product((*FLOATS, torch.float16), length(4 * len(ranks))):
         x = values(hvd.rank(), shape, dtype)
@@ -749,7 +749,7 @@ def reducescatter_grad_of_a_set():
 # -- ranks wait for each other ----------------------------------------------------------------------------
 
 def joins(first, otherwise):
-    """Rank *first* joins; the others do *otherwise* before. All hear the same: another one was the last."""
+    """Rank *first* joins; the others do *otherwise* before. All get the same last rank, which is another one."""
     if hvd.rank() != first:
         otherwise()
     last = hvd.join()
@@ -787,7 +787,7 @@ LATE_S = 0.4
 
 
 def late(process_set, waits):
-    """Rank 0 comes late to the barrier of its set; who *waits* has waited for it."""
+    """Rank 0 is late at the barrier of its set; the rank that *waits* has waited for it."""
     hvd.barrier()
     begun = time.monotonic()
     if hvd.rank() == 0:

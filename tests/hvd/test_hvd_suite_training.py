@@ -1,4 +1,4 @@
-"""What Horovod's test_torch.py asks of optimizers, states and objects: a case here under the name of each test there.
+"""Cases for each test of optimizers, states and objects in Horovod's test_torch.py, under the same names.
 
 Written anew: what is expected is computed by one process from all ranks' gradients.
 """
@@ -26,7 +26,7 @@ OPTIONS = ({"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "centered": True},
 
 
 def taken(kind, options):
-    """Those of *options* that the optimizer *kind* has."""
+    """Return those of *options* that the optimizer *kind* has."""
     return {name: value for name, value in options.items() if name in inspect.signature(kind.__init__).parameters}
 
 
@@ -169,7 +169,7 @@ def compression():
 # -- DistributedOptimizer ---------------------------------------------------------------------------------
 
 class TwoHeads(torch.nn.Module):
-    """Of which each rank uses one."""
+    """Two layers, of which each rank uses one."""
 
     def __init__(self, kind):
         super().__init__()

@@ -1,4 +1,4 @@
-"""bpsfast.hvd.tensorflow: what ranks negotiate, on TensorFlow's tensors, eagerly and inside tf.function."""
+"""bpsfast.hvd.tensorflow: negotiated operations on TensorFlow's tensors, eagerly and inside tf.function."""
 from __future__ import annotations
 
 import os
@@ -101,7 +101,7 @@ def gradients():
 
 
 def sets():
-    """A set of the last ranks, which the others have no part in."""
+    """Operations in a set of the last ranks, which the others are not in."""
     rank, size = hvd.rank(), hvd.size()
     if size == 1:
         return raised(hvd.add_process_set, [0])[0] == "ConfigError"  # that is the set of all ranks
@@ -196,7 +196,7 @@ def refused():
 
 
 def integers():
-    """Averages and factors are cut off towards zero, not downwards; None in a group stays None."""
+    """Averages and factors are truncated towards zero, not downwards; None in a group stays None."""
     rank, size = hvd.rank(), hvd.size()
     mine = [-3 - rank, 3 + rank, 100 * rank]
     sums = [sum(each) for each in zip(*[[-3 - r, 3 + r, 100 * r] for r in range(size)])]

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when they are wrapped, and thawed later: of all kinds, and in all ways of training."""
+"""Parameters that are frozen when they are wrapped, and thawed later, with every optimizer and wrapper."""
 from __future__ import annotations
 
 import pytest
@@ -30,7 +30,7 @@ class Looked(torch.nn.Module):
 
 
 def sparse(way, is_alone):
-    """Return what the table's first rows have as gradient after each step; *is_alone*: rank 0 alone uses it in one."""
+    """Return the gradients of the table's first rows after each step; *is_alone*: only rank 0 uses it in one step."""
     model, made = Looked(), {"bps": bps, "hvd": hvd}[way]
     model.table.requires_grad_(False)
     optimizer = made.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0),
@@ -57,7 +57,7 @@ def test_a_table_is_thawed(pair, way, is_alone):
 
 
 class Coded(torch.nn.Module):
-    """A layer, and constants of a kind that is not summed."""
+    """A layer, and constants of an unsupported dtype."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -85,7 +85,7 @@ def test_frozen_parameters_may_be_of_any_dtype(pair, way, dtype_name):
 
 
 def unsummed(way):
-    """A frozen parameter of a dtype that is not summed gets a gradient."""
+    """A frozen parameter of an unsupported dtype gets a gradient."""
     model = Coded(torch.float8_e4m3fn)
     optimizer = {"bps": bps, "hvd": hvd}[way].DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(f"unsummed {way}"))

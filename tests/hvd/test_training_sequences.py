@@ -1,4 +1,4 @@
-"""Whatever a program does with parameters while it trains, ranks train as one process would, or refuse it alike.
+"""Drawn sequences of changes to parameters: ranks train as one process would, or all raise the same error.
 
 Sequences of freezing, thawing, adding, replacing, wrapping, unwrapping, accumulating, discarding and stepping are drawn
 by their number. A failure prints the sequence; to play it again, call `check` with it.
@@ -40,7 +40,7 @@ def data(number, rank):
 
 
 class Side:
-    """A model and its optimizer: what one process does for *ranks* together, and the base of what one rank does."""
+    """A model and its optimizer in one process that computes for all *ranks*; the base of the classes for one rank."""
 
     def __init__(self, ranks, size):
         self.model, self.ranks, self.size = Net(), ranks, size
@@ -150,7 +150,7 @@ class Side:
 
 
 class Rank(Side):
-    """What a rank does by the optimizers of *api*."""
+    """A rank that trains with the optimizers of *api*."""
 
     def __init__(self, api):
         super().__init__([bps.rank()], bps.size())
@@ -173,7 +173,7 @@ class Rank(Side):
 
 
 class Parallel(Rank):
-    """What it does by DistributedDataParallel and torch's optimizers."""
+    """A rank that trains with DistributedDataParallel and torch's optimizers."""
 
     parallel = None
 
@@ -207,7 +207,7 @@ class Parallel(Rank):
 
 
 def play(side, operations, refusals=None):
-    """Play *operations*; return what was refused of each, which is given for one process, and all parameters."""
+    """Run *operations*; return which were refused (for one process: as given), and all parameters."""
     told: list[str] = []
     for number, (what, *details) in enumerate(operations):
         side.n_batches = 100 * number
@@ -230,7 +230,7 @@ def play(side, operations, refusals=None):
 
 
 def played(api, operations):
-    """On a rank."""
+    """Run the operations on a rank."""
     torch.set_num_threads(1)
     found = play((Parallel if api == "ddp" else Rank)(api), operations)
     gc.collect()
@@ -289,7 +289,7 @@ def draw(seed, n_ranks):
 
 
 def check(ranks, api, operations):
-    """Play *operations* on all *ranks* and in one process; raise AssertionError where they differ."""
+    """Run *operations* on all *ranks* and in one process; raise AssertionError if the results differ."""
     found = ranks.run(played, api, operations)
     refusals = [[bool(each) for each in told] for told, _ in found]
     assert all(each == refusals[0] for each in refusals), [told for told, _ in found]

@@ -1,4 +1,4 @@
-"""Parameters that are wrapped again and again, by others and otherwise; and what becomes of the memory."""
+"""Parameters that several optimizers and modules wrap, one after another or at once, and their memory."""
 from __future__ import annotations
 
 import gc
@@ -27,7 +27,7 @@ def pair(shared_job):
 
 
 class Net(torch.nn.Module):
-    """Its numbers are so that halves hold them."""
+    """Its numbers are exact in float16."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def train(way, model, part, compression, kept):
 
 
 def again(way, keeps):
-    """Return the gradients, and what the job has after each round."""
+    """Return the gradients, and the job's units after each round."""
     torch.set_num_threads(1)
     session = process.current()
     model, found, sizes, kept = Net(), [], [], []
@@ -96,7 +96,7 @@ def test_parts_of_a_model_and_all_of_it(pair, way, keeps):
 
 
 def rows_again():
-    """As `again`, of sparse gradients: how many units the rank has after each round."""
+    """As `again`, for sparse gradients; return the number of the rank's units after each round."""
     table, n_units = torch.nn.Embedding(64, 8, sparse=True), []
     for _ in range(4):
         optimizer = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0), [("table", table.weight)])
@@ -117,7 +117,7 @@ def test_rows_are_given_back(pair):
 
 
 def overtaken():
-    """Of two optimizers the first one has gradients under way when the second takes its parameters over."""
+    """The first of two optimizers has gradients under way when the second takes over its parameters."""
     model = Net()
     first = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters("overtaken"))
 
@@ -148,7 +148,7 @@ def test_gradients_under_way_of_an_optimizer_that_is_overtaken(pair):
 
 
 def overtaken_across_the_barrier():
-    """As `overtaken`, where the first one's updates are due: they are refused, and never made."""
+    """As `overtaken`, but the first one's updates are due: they are refused, and never made."""
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(layer.weight, 0.0)
     first = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters("crossing"),
@@ -173,7 +173,7 @@ def test_an_update_that_was_refused_is_never_made(pair):
 
 
 def overtaken_on_one_rank():
-    """As `overtaken_across_the_barrier`, where rank 1 alone has made another optimizer."""
+    """As `overtaken_across_the_barrier`, but only rank 1 has made another optimizer."""
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(layer.weight, 0.0)
     first = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters("one rank"),
@@ -306,7 +306,7 @@ def is_inside(gradient):
 
 
 def kept_home():
-    """A gradient that lives in the memory of an optimizer that is gone is left alone."""
+    """A gradient in the memory of an optimizer that is gone keeps its values."""
     model, optimizer = housed("home")
     gradient = model.head.weight.grad
     inside = is_inside(gradient)
@@ -325,7 +325,7 @@ def test_a_gradient_outlives_its_optimizer(pair):
 
 
 def moved_out():
-    """Whether a gradient lives in the segment: with one optimizer, with another of the same parameters, without it."""
+    """Return whether a gradient is in the segment: with one optimizer, with another of its parameters, without that."""
     model, first = housed("moved out")
     found = [is_inside(model.head.weight.grad)]
     second = wrapped(model, "moved out, too")

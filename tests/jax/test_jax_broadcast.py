@@ -1,4 +1,4 @@
-"""broadcast of trees: every dtype, keys, numbers, optax's states; trees that differ."""
+"""broadcast of pytrees: every dtype, random keys, numbers, optax's states; errors for trees that differ."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Layouts of XLA's call frame: those of the header that jaxlib brings, and what is said if they are others."""
+"""The layouts of XLA's call frame are those of jaxlib's header; errors if they are not."""
 from __future__ import annotations
 
 import ctypes

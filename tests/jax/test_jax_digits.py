@@ -1,4 +1,4 @@
-"""The example for JAX: bit-equal replicas on every rank, equal to a process that adds in the same order."""
+"""The JAX example: all ranks end with bit-equal weights, those of one process that adds in the same order."""
 from __future__ import annotations
 
 import os

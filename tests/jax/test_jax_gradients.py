@@ -1,4 +1,4 @@
-"""Gradients through push_pull, and of all ranks by grad, value_and_grad and optax."""
+"""Gradients of push_pull; grad, value_and_grad and optax with gradients averaged over all ranks."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""push_pull of JAX's arrays, outside jit and inside, with 1 to 4 ranks: every dtype, and trees of all kinds."""
+"""push_pull of JAX's arrays inside and outside jit, on 1 to 4 ranks: every dtype, trees of all kinds."""
 from __future__ import annotations
 
 import itertools

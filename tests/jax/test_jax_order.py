@@ -1,6 +1,4 @@
-"""Push_pulls of JAX happen in the order of the program on every rank, so that none waits for one that another rank
-has not come to; and what they raise.
-"""
+"""push_pulls of JAX run in the order of the program on every rank, so that they cannot deadlock; their errors."""
 from __future__ import annotations
 
 import pytest
@@ -21,7 +19,7 @@ def sine(x, n):
 
 
 def independent(x):
-    """Sums that do not depend on each other; their inputs are ready at other times on other ranks."""
+    """Make sums that do not depend on each other; their inputs are ready at different times on different ranks."""
     slow, fast = (12, 0) if bps.rank() == 0 else (0, 12)
     first = bps.push_pull(sine(x, slow) * 0 + 1, name="first")
     second = bps.push_pull(sine(x, fast) * 0 + 2, name="second")
@@ -40,7 +38,7 @@ def test_independent_sums_of_one_program_do_not_deadlock(pair):
 
 
 def in_many_programs():
-    """One program many times, none waited for: each result must be that of its own inputs."""
+    """Run one program many times without waiting; each result must be that of its own inputs."""
     step = jax.jit(lambda x: bps.push_pull(x, name="batches"))
     inputs = [jnp.full(50_000, batch * (bps.rank() + 1), jnp.float32) for batch in range(20)]
     results = [step(x) for x in inputs]

@@ -1,4 +1,4 @@
-"""bpsfast.keras on its backends: two nodes of two ranks and a helper, started once for each; other numbers of ranks."""
+"""bpsfast.keras on each backend, on two nodes of two ranks and a helper, and with other numbers of ranks."""
 from __future__ import annotations
 
 import importlib.util
@@ -38,7 +38,7 @@ def four(request):
 
 
 def end(job):
-    """End *job* in order. Processes with several frameworks take their time."""
+    """End *job* in order; processes with several frameworks are slow."""
     try:
         job.call("shutdown")
         for process in job.ranks:

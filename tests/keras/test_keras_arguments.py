@@ -1,4 +1,4 @@
-"""What bpsfast.keras and bpsfast.hvd.keras refuse by itself, without a job; names, and paths of variables."""
+"""bpsfast.keras and bpsfast.hvd.keras without a job: arguments that are refused, public names, names of variables."""
 from __future__ import annotations
 
 import inspect

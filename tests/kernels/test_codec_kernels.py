@@ -194,7 +194,7 @@ def test_divide_and_narrow_are_the_reading(dtype, n, pattern, seed, divisor) -> 
 
 
 class KernelPartition:
-    """What `reading.Partition` is, by the kernels, in the fewest passes: the error is also where encode reads."""
+    """As `codec_reference.PartitionState`, by the kernels, in the fewest passes: encode reads where the error is."""
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str) -> None:
         self.kernel = Kernels(codec, dtype, n)

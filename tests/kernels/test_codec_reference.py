@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.base import dtypes, reference_sum
-from bpsfast.kernels.codecs.codec_reference import Generator, Partition, ReferenceJob, add, decode, encode
+from bpsfast.kernels.codecs.codec_reference import Generator, PartitionState, ReferenceJob, add, decode, encode
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 ONEBIT = CodecSpec(kind="onebit")
@@ -145,7 +145,7 @@ def test_int8_by_hand() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_seen(kind: str, bad: float) -> None:
     codec = CodecSpec(kind=kind, k=3, error_feedback=True, momentum=0.9)
-    sender = Partition(codec, 300, "float32")
+    sender = PartitionState(codec, 300, "float32")
     values = np.ones(300, np.float32)
     values[7] = bad
     frame = sender.push(values)
@@ -163,7 +163,7 @@ def test_onebit_that_is_not_scaled_shows_what_is_not_finite() -> None:
 
 def test_randomk_sends_what_is_not_finite_whatever_it_draws() -> None:
     codec = CodecSpec(kind="randomk", k=2, error_feedback=True)
-    sender, other = Partition(codec, 1000, "float32"), Partition(codec, 1000, "float32")
+    sender, other = PartitionState(codec, 1000, "float32"), PartitionState(codec, 1000, "float32")
     values = np.ones(1000, np.float32)
     drawn = np.frombuffer(other.push(values), "<u4")[::2]
     values[[5, 7, 9]] = np.nan, -np.inf, np.inf
@@ -214,7 +214,7 @@ def test_no_codec_swallows_what_a_node_pushes(codec, dtype, error_feedback, mome
 
 def test_momentum_and_error_feedback_by_hand() -> None:
     codec = CodecSpec(kind="topk", k=1, error_feedback=True, momentum=0.5)
-    sender = Partition(codec, 3, "float32")
+    sender = PartitionState(codec, 3, "float32")
     # m = g, v = 1.5 g: the largest is sent, the rest is the error
     assert decode(codec, sender.push(f32(4, 2, 0)), 3, "float32").tolist() == [6, 0, 0]
     assert sender.error.tolist() == [0, 3, 0]
@@ -254,7 +254,7 @@ def test_nothing_is_lost_over_rounds(codec, dtype, n, seed) -> None:
     """What was sent, and the error that is left, come to what was put in; a frame is never longer than it may be."""
     rng = np.random.default_rng(seed)
     fed = CodecSpec(kind=codec.kind, k=codec.k, natural=codec.natural, error_feedback=True)
-    sender = Partition(fed, n, dtype)
+    sender = PartitionState(fed, n, dtype)
     put_in = np.zeros(n, np.float64)
     sent = np.zeros(n, np.float64)
     for _ in range(5):

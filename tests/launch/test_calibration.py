@@ -1,4 +1,4 @@
-"""Two-way calibration over a socket pair: what is counted is what arrived in the middle of the time."""
+"""Tests the two-way rate measurement over a socket pair: it counts what arrives in the middle of the time."""
 
 from __future__ import annotations
 

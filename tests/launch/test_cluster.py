@@ -1,4 +1,4 @@
-"""Clusters of network namespaces: real links, real counters, real limits."""
+"""Tests clusters of network namespaces with real links, counters and rate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Daemons as children of a rank: started clean, ended in order, and not left behind."""
+"""Tests daemons as children of a rank: their environment, their orderly end, and that none is left behind."""
 
 from __future__ import annotations
 

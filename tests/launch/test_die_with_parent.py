@@ -1,4 +1,4 @@
-"""A command that is tied to its parent replaces the wrapper, and dies with the parent."""
+"""Tests that a command tied to its parent replaces the wrapper, and dies with the parent."""
 
 from __future__ import annotations
 

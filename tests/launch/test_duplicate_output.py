@@ -1,4 +1,4 @@
-"""What a launcher shows of error lines that repeat each other, piece by piece and in whole jobs."""
+"""Tests what a launcher shows of repeated error lines: piece by piece, and in whole jobs."""
 from __future__ import annotations
 
 import io
@@ -24,8 +24,8 @@ def traceback(error: str, n_calls: int = 4) -> list[bytes]:
 
 
 def test_a_traceback_is_shown_whole_and_once():
-    folding = DuplicateOutput(wanted=True)
-    first, second = StreamFilter("rank 0", folding), StreamFilter("rank 1", folding)
+    duplicates = DuplicateOutput(wanted=True)
+    first, second = StreamFilter("rank 0", duplicates), StreamFilter("rank 1", duplicates)
     lines = traceback("bpsfast.StallError: rank 0 waited 4 s: missing: rank 2")
     others = traceback("bpsfast.StallError: rank 1 waited 4.01 s: missing: rank 2", n_calls=8)
     assert first.take(lines[:3]) == second.take(others[:2]) == []
@@ -37,51 +37,52 @@ def test_a_traceback_is_shown_whole_and_once():
 
 @pytest.mark.parametrize("error", ["bpsfast.StallError: rank 1 waited 4 s: missing: rank 3", "KeyError: 0"])
 def test_another_reason_is_shown(error):
-    folding = DuplicateOutput(wanted=True)
-    StreamFilter("rank 0", folding).take(traceback("bpsfast.StallError: rank 0 waited 4 s: missing: rank 2"))
-    assert StreamFilter("rank 1", folding).take(traceback(error)) == [traceback(error)]
+    duplicates = DuplicateOutput(wanted=True)
+    StreamFilter("rank 0", duplicates).take(traceback("bpsfast.StallError: rank 0 waited 4 s: missing: rank 2"))
+    assert StreamFilter("rank 1", duplicates).take(traceback(error)) == [traceback(error)]
 
 
 def test_of_a_chain_that_is_known_nothing_is_left_over():
     chain = [*traceback("KeyError: 'x'"), b"", b"The above exception was the direct cause of the following exception:",
              b"", *traceback("ValueError: boom")]
-    folding = DuplicateOutput(wanted=True)
-    assert [*itertools.chain.from_iterable(StreamFilter("rank 0", folding).take(chain))] == chain
-    assert StreamFilter("rank 1", folding).take([*chain, b"", b"more"])[-2:] == [
+    duplicates = DuplicateOutput(wanted=True)
+    assert [*itertools.chain.from_iterable(StreamFilter("rank 0", duplicates).take(chain))] == chain
+    assert StreamFilter("rank 1", duplicates).take([*chain, b"", b"more"])[-2:] == [
         [b"the traceback of rank 0, too: ValueError"], [b"more"]]
 
 
 def test_what_begins_like_a_traceback_and_is_none_is_shown():
-    folder = StreamFilter("rank 0", DuplicateOutput(wanted=True))
+    stream_filter = StreamFilter("rank 0", DuplicateOutput(wanted=True))
     begun = traceback("")[:-1]
-    assert folder.take(begun) == [] and folder.finish() == [begun] and folder.finish() == []
+    assert stream_filter.take(begun) == [] and stream_filter.finish() == [begun] and stream_filter.finish() == []
     endless = [begun[0], *[b"  x"] * 5000]
-    assert [*itertools.chain.from_iterable(folder.take(endless))] == endless, "and is not waited for without end"
+    assert [*itertools.chain.from_iterable(stream_filter.take(endless))] == endless, "and is not waited for without end"
 
 
 @pytest.mark.parametrize("line", [
     _BLAME, b"2026-01-31T09:30:00.123+01:00 pid=1 job=- bpsfast node 1 WARNING: " + logs.ABORTED.encode() + b"X: y"])
 def test_consequences_are_kept_back_and_may_be_released(line):
-    folding = DuplicateOutput(wanted=True)
-    folder = StreamFilter("rank 0", folding)
-    assert folder.take([line, b"x"]) == [[b"x"]] and folder.keeps
-    assert folder.release() == [[line]] and not folder.keeps and folder.release() == []
+    duplicates = DuplicateOutput(wanted=True)
+    stream_filter = StreamFilter("rank 0", duplicates)
+    assert stream_filter.take([line, b"x"]) == [[b"x"]] and stream_filter.has_withheld
+    assert stream_filter.release() == [[line]] and not stream_filter.has_withheld and stream_filter.release() == []
     assert StreamFilter("rank 0", DuplicateOutput(wanted=False)).take([line]) == [[line]]
 
 
 def test_a_rank_that_a_stopped_scheduler_ends_is_one():
     block = traceback("bpsfast.orchestration.errors.ClosedError: the scheduler got SIGTERM")
-    folder = StreamFilter("rank 0", DuplicateOutput(wanted=True))
-    assert folder.take(block) == [] and folder.keeps and folder.release() == [[line] for line in block]
+    stream_filter = StreamFilter("rank 0", DuplicateOutput(wanted=True))
+    assert stream_filter.take(block) == [] and stream_filter.has_withheld
+    assert stream_filter.release() == [[line] for line in block]
     own = traceback("bpsfast.orchestration.errors.ClosedError: bpsfast is not running in this process")
-    assert folder.take(own) == [own] and not folder.keeps
+    assert stream_filter.take(own) == [own] and not stream_filter.has_withheld
 
 
 def test_names_are_put_together():
-    folding = DuplicateOutput(wanted=True)
+    duplicates = DuplicateOutput(wanted=True)
     for name in ("rank 3", "rank 0", "rank 1", "node 1", "scheduler"):
-        StreamFilter(name, folding).take([_BLAME])
-    assert folding.names_kept() == "scheduler, node 1, ranks 0-1, 3"
+        StreamFilter(name, duplicates).take([_BLAME])
+    assert duplicates.withheld_names() == "scheduler, node 1, ranks 0-1, 3"
 
 
 def concluded(level: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``bpsfast run --elastic`` and ``bpsfast add``: what they refuse, and what their processes are told."""
+"""Tests ``bpsfast run --elastic`` and ``bpsfast add``: what they refuse, and the environment of their processes."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The coordinator in its thread: who is heard, what is answered, what the launcher is told to do."""
+"""Tests the elastic service: its answers to workers and its orders to the launcher."""
 from __future__ import annotations
 
 import contextlib
@@ -41,19 +41,19 @@ class Worker:
 
     def __init__(self, service, number, key=KEY):
         self.number, self.heard = number, []
-        self._line = protocol.connect(*parse_address(service.address, "test"), elastic_key(key))
+        self._channel = protocol.connect(*parse_address(service.address, "test"), elastic_key(key))
         self._quiet = os.eventfd(0)
-        self._line.tell(Hello(rank=number))
+        self._channel.tell(Hello(rank=number))
 
     def say(self, kind, **fields):
-        self._line.tell(kind(member=self.number, **fields))
+        self._channel.tell(kind(member=self.number, **fields))
 
     def hears(self, kind, timeout_s=10.0):
         """The next message of *kind*; others before it are kept in `heard`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self._line.wait(self._quiet, 0.1)
-            self.heard += self._line.recv_nowait()
+            self._channel.wait(self._quiet, 0.1)
+            self.heard += self._channel.recv_nowait()
             for message in self.heard:
                 if isinstance(message, kind):
                     self.heard.remove(message)
@@ -62,11 +62,11 @@ class Worker:
 
     @property
     def is_connected(self):
-        self.heard += self._line.recv_nowait()
-        return self._line.is_connected
+        self.heard += self._channel.recv_nowait()
+        return self._channel.is_connected
 
     def close(self):
-        self._line.close()
+        self._channel.close()
         os.close(self._quiet)
 
 

@@ -1,4 +1,4 @@
-"""A link that fails as it is told to: what two kernels with TCP see of it."""
+"""Tests the faulty link: how two TCP stacks see each fault."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Which rank failed first: the exit code of a job is its, however the others end for it."""
+"""Tests that the exit code of a job is that of the rank that failed first, however the others end because of it."""
 from __future__ import annotations
 
 import os

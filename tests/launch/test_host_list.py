@@ -1,4 +1,4 @@
-"""Hosts of -H and of hostfiles, and which of them get ranks."""
+"""Tests lists of hosts (-H, hostfiles), and which hosts get ranks."""
 from __future__ import annotations
 
 import os

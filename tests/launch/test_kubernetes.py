@@ -1,4 +1,4 @@
-"""Pods that are one rank each, and the examples for them; whole jobs are in test_environments."""
+"""Tests roles of pods with one rank each, and the examples for them; whole jobs are in test_environments."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bpsfast run` and `bpsfast dmlc`: which processes, with which environment, and how a real job ends."""
+"""Tests `bpsfast run` and `bpsfast dmlc`: their processes, the environments of these, and the end of a real job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host of a helper is lost: the job goes on without it, nothing is started there, and the launcher ends."""
+"""Tests that a job goes on when the host of a helper is lost, starts nothing there again, and ends."""
 from __future__ import annotations
 
 import contextlib
@@ -130,7 +130,7 @@ def test_a_host_that_is_switched_off_is_the_cause(tmp_path, no_leaks):
     assert "rank 1 failed first: it was lost with its host localhost" in said
 
 
-class FarProcess:
+class LosableProcess:
     """A process of a host that does what a test says: `code` is set by its place."""
 
     def __init__(self, command: Command) -> None:
@@ -144,7 +144,7 @@ class FarProcess:
         return "was lost with its host c (nothing was heard of it for 30 s)"
 
 
-class Far:
+class LosableHost:
     """A host that is lost *after_s* its first process was started; infinity: never, and its processes do not end."""
 
     def __init__(self, after_s: float) -> None:
@@ -159,7 +159,7 @@ class Far:
     def start(self, command, out, err):
         assert not self.lost
         self._lost_s = time.monotonic() + self._after_s
-        self.processes.append(FarProcess(command))
+        self.processes.append(LosableProcess(command))
         return self.processes[-1]
 
     def tick(self, now_s):
@@ -192,7 +192,7 @@ def test_what_time_has_ended_sets_the_deadline_of_the_same_step():
     """A silent rank, and an end that only the clock tells: nothing else wakes the launcher."""
     rank = Command("rank 0", Kind.RANK, ("sleep", "600"), dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([rank, Command("node 1", Kind.DAEMON, (), {})], [LocalProcesses(), Far(0.3)])
+    code, said = supervise([rank, Command("node 1", Kind.DAEMON, (), {})], [LocalProcesses(), LosableHost(0.3)])
     assert code == LOST_HOST and "node 1 failed first: it was lost with its host c" in said
     assert time.monotonic() - begin < 10.0, "not at the job's deadline"
 
@@ -201,16 +201,16 @@ def test_what_time_has_ended_sets_the_deadline_of_the_same_step():
 def test_what_outlives_sigkill_is_given_up(is_interrupted, monkeypatch):
     """It waits in the kernel, or is another user's: nobody ends it."""
     monkeypatch.setattr(supervisors, "AFTER_SIGKILL_S", 0.5)
-    far = Far(float("inf"))
+    host = LosableHost(float("inf"))
     text = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); import time; time.sleep(600)"
     rank = Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text if is_interrupted else "raise SystemExit(7)"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [far, LocalProcesses()])
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [host, LocalProcesses()])
     assert time.monotonic() - begin < 10.0
     assert code == (128 + signal.SIGTERM if is_interrupted else 7), said
     assert "still running 0.5 s after SIGKILL: helper 0; they are left behind" in said
-    assert far.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert host.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_signals_do_not_put_off_the_end(monkeypatch):
@@ -220,6 +220,7 @@ def test_signals_do_not_put_off_the_end(monkeypatch):
     rank = Command("rank 0", Kind.RANK, ("sh", "-c", "setsid sh -c 'while kill -INT $0; do sleep 0.05; done' $PPID"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [Far(float("inf")), LocalProcesses()])
+    hosts = [LosableHost(float("inf")), LocalProcesses()]
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], hosts)
     assert time.monotonic() - begin < 10.0
     assert code == 128 + signal.SIGINT and "1 s after SIGKILL: helper 0" in said

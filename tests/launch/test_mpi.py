@@ -1,4 +1,4 @@
-"""mpirun's and horovodrun's variables; whole jobs under them are in test_environments."""
+"""Tests roles from the variables of mpirun and horovodrun; whole jobs under them are in test_environments."""
 from __future__ import annotations
 
 import json

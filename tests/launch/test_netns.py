@@ -1,4 +1,4 @@
-"""Network namespaces: rates in words, what is missing, and cleaning up after owners that were killed."""
+"""Tests network namespaces: parsing of rates, missing tools, and cleaning up after owners that were killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's short forms against an oracle that counts them out."""
+"""Tests Slurm's short forms of lists against an oracle that enumerates them."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever ends a launcher, all that runs below it ends: below shells, in other groups and sessions, on other hosts."""
+"""Tests that all processes below a launcher end with it: below shells, in other groups and sessions, on other hosts."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Lines of a job's processes: whose they are, when they came, and the files they are kept in."""
+"""Tests the launcher's output: names and times of lines, and the files with them."""
 from __future__ import annotations
 
 import contextlib

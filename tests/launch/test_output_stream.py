@@ -1,4 +1,4 @@
-"""Writing to a pipe whose reader stops: nobody waits, nothing is lost or out of order."""
+"""Tests writing to a pipe whose reader stops: nothing blocks, and nothing is lost or out of order."""
 from __future__ import annotations
 
 import io

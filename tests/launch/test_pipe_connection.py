@@ -1,4 +1,4 @@
-"""Messages over pipes: whole, in order, whatever comes before them and in whichever pieces."""
+"""Tests messages over pipes: they arrive whole and in order, whatever comes before them and however it is cut."""
 from __future__ import annotations
 
 import contextlib

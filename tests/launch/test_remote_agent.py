@@ -1,4 +1,4 @@
-"""The agent of a host, on two pipes: what it is asked for, and that nothing outlives them."""
+"""Tests the agent of a host on two pipes: its answers, and that nothing outlives the pipes."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""One host as a place where processes run: an agent of this machine, lost in every way."""
+"""Tests one host with an agent on this machine, and each way to lose it."""
 from __future__ import annotations
 
 import io
@@ -103,7 +103,7 @@ def test_who_was_not_listening_does_not_blame_the_host(owner, monkeypatch):
     owner.until(owner.out.getvalue)
     monkeypatch.setattr(remote_hosts, "SILENCE_S", 0.0)
     process.signal_all(signal.SIGKILL)
-    assert selectors_ready(owner.host.line.source)
+    assert selectors_ready(owner.host.connection.source)
     owner.host.tick(time.monotonic())
     assert not owner.host.lost
 

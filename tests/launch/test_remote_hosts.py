@@ -1,4 +1,4 @@
-"""Hosts as a whole: agents on this machine, and some that never come."""
+"""Tests several hosts: agents on this machine, and hosts whose agent never comes."""
 from __future__ import annotations
 
 import os
@@ -63,7 +63,7 @@ def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "AGENT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(remote_hosts, "_END_S", 60.0)
     with RemoteHosts([_HERE], Ssh(python=script("echo What is your name?; exec sleep 600")), Output()) as fleet:
-        assert select.select([fleet.hosts[0].line.source], [], [], 20.0)[0], "it has asked"
+        assert select.select([fleet.hosts[0].connection.source], [], [], 20.0)[0], "it has asked"
         with pytest.raises(StallError, match=r"within 0\.5 s; it printed b'What is your name\?.*login script"):
             fleet.connect()
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""What ranks make of what they find in a store: one thread for each rank; `test_store_joining` has real jobs."""
+"""Tests the rendezvous through a store, one thread for each rank; `test_store_joining` has real jobs."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""A process that is kept: started again when a signal has ended it, and only then."""
+"""Tests that a daemon is started again when a signal has ended it, and only then."""
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Roles of processes: each row of the table in docs/design/launch.md, and each incomplete or double set."""
+"""Tests roles of processes: each row of the table in docs/design/launch.md, and each incomplete or double set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's variables: what is a task, where the scheduler is, what contradicts itself. Jobs: test_environments."""
+"""Tests roles from Slurm's variables: tasks, the scheduler's address, contradictions. Jobs: test_environments."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""ssh's command line, and what its complaints mean."""
+"""Tests ssh's command line, and the explanations of its error messages."""
 from __future__ import annotations
 
 import shlex

@@ -1,4 +1,4 @@
-"""``bpsfast clean``: what killed launchers and benches have left goes; what lives, or is not provably theirs, stays."""
+"""Tests ``bpsfast clean``: it removes what killed launchers and benches have left, and nothing else."""
 from __future__ import annotations
 
 import json
@@ -118,7 +118,7 @@ def test_folders_of_the_dead_go_and_others_stay(temporary: Path, running: Callab
     link.symlink_to(alive)
     for typed, left in ((b"n\n", True), (b"y\n", False)):
         code, text = on_terminal(["clean"], width=80, typed=typed)
-        assert "Remove 1 thing?" in text and Path(dead).exists() is left and code == left
+        assert "Remove 1 resource?" in text and Path(dead).exists() is left and code == left
     Path(dead).mkdir()
     Path(dead, "x").write_text("12345")
     found = told()

@@ -1,4 +1,4 @@
-"""Jobs that come together through a store: several in one process, at once and one after another; real processes."""
+"""Tests jobs that form through a store: several in one process, at once and in sequence, and real processes."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The supervisor: whose line it is, whose failure it was, and that nothing is left."""
+"""Tests the supervisor: names of lines, the process that failed first, and that nothing is left."""
 
 from __future__ import annotations
 

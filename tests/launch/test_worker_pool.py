@@ -1,4 +1,4 @@
-"""The workers of an elastic job: whom it can do without, and who is started for whom, on which node."""
+"""Tests the workers of an elastic job: which ones it can lose, and which are started, on which node."""
 from __future__ import annotations
 
 import types
@@ -13,10 +13,10 @@ class Heard:
     """Keeps what a `ElasticService` is told."""
 
     def __init__(self):
-        self.facts, self.is_over, self.seats = [], False, {0, 1}
+        self.facts, self.is_over, self.holders = [], False, {0, 1}
 
-    def has_seat(self, member):
-        return member in self.seats
+    def holds_rank(self, member):
+        return member in self.holders
 
     def __getattr__(self, name):
         return lambda *arguments: self.facts.append((name, *arguments))

@@ -1,4 +1,4 @@
-"""bpsfast.mxnet with MXNet 1.9.1, in an environment of its own (make test-mxnet): operations, optimizer, trainer."""
+"""bpsfast.mxnet with MXNet 1.9.1, in its own environment (make test-mxnet): operations, optimizer, trainer."""
 from __future__ import annotations
 
 import numpy as np

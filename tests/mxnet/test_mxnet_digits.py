@@ -1,4 +1,4 @@
-"""The example for MXNet: bit-equal replicas on every rank."""
+"""The MXNet example: all ranks end with bit-equal weights."""
 from __future__ import annotations
 
 import re

@@ -174,7 +174,7 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
     service.links.append(TcpLink(0, {0: near}, n_slots=64))
     dispatcher._replace_link(0, service.links[1], {0: 1, 1: 1})
     service.far[0], service.far[1] = service.far[1], service.far[0]
-    assert service.written(0, 1) == [1] and set(dispatcher._destinations[0].posted) == {1}
+    assert service.written(0, 1) == [1] and set(dispatcher._posted[0]) == {1}
     assert dispatcher._place_of(0, is_result=False) < dispatcher._place_of(1, is_result=False), "of the same pass"
 
 
@@ -186,4 +186,4 @@ def test_a_running_service_forgets_what_it_is_told_to(service):
     assert service.written(0, 1) == [0]
     service.dispatcher.forget([0])
     service.dispatcher.resend(dispatch.ResultResend(0, 1, 1, service.payload.address, NBYTES))
-    assert service.written(0, 1) == [1] and set(service.dispatcher._destinations[0].posted) == {1}
+    assert service.written(0, 1) == [1] and set(service.dispatcher._posted[0]) == {1}

@@ -72,7 +72,7 @@ def test_who_was_left_behind_is_let_in_by_nobody_whatever_it_dials(sides: list[S
         with socket.create_connection((host, int(port)), WAIT_S) as sock:
             greet(sock, KEY, StreamHello(peer=1, stream=stream, epoch=1, link=link), 0, WAIT_S)
             assert sock.recv(1) == b"", "its hello is heard, and the connection ended"
-    assert not sides[0].reconnector.called() and sides[0].reconnector._pairs[1].newest == 0
+    assert not sides[0].reconnector.requested() and sides[0].reconnector._pairs[1].newest == 0
 
 
 def test_who_was_left_behind_finds_nobody_who_dials_it(sides: list[Side]):

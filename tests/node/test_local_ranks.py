@@ -30,7 +30,7 @@ class Node:
     def send(self, message):
         pass
 
-    def first_rank_came(self):
+    def first_rank_attached(self):
         pass
 
 
@@ -63,7 +63,7 @@ def test_a_rank_that_dies_is_reported(rank, told_in_between):
     process.kill()
     os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
     if told_in_between:  # the loop was busy: it hears of others before it looks at the pidfd
-        home.departed(messages.FirstRankLeft(rank=3))
+        home.first_rank_left(messages.FirstRankLeft(rank=3))
         assert rank.dead
     deadline = time.monotonic() + 20
     while not node.failures:

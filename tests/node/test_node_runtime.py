@@ -38,9 +38,9 @@ def move(ends, plan, part, to, round_):
     for end in ends:
         end.runtime.freeze("a test")
     prepared = [end.runtime.installer.prepare_owner_change(recover) for end in ends]
-    assert all(succession.arrived for _, succession in prepared)
-    for end, (generation, succession) in zip(ends, prepared):
-        end.runtime.succeed(generation, succession, tuple(order_of(plan)))
+    assert all(transfer.arrived for _, transfer in prepared)
+    for end, (generation, transfer) in zip(ends, prepared):
+        end.runtime.succeed(generation, transfer, tuple(order_of(plan)))
 
 
 def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
@@ -53,13 +53,13 @@ def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
             end.port.submit(part, 1, 1, segment, offset, False)
     for end in ends:
         assert all(end.port.wait(part, 1, 1, 20.0) == DONE for part in (0, 1))
-    destinations = [next(iter(end.runtime._dispatcher._destinations.values())) for end in ends]
-    assert [set(each.posted) for each in destinations] == [{0, 1}] * 2
+    posted = [next(iter(end.runtime._dispatcher._posted.values())) for end in ends]
+    assert [set(each) for each in posted] == [{0, 1}] * 2
     move(ends, plan, part=1, to=1, round_=1)
     deadline = time.monotonic() + 20
-    while any(1 in each.posted for each in destinations):
+    while any(1 in each for each in posted):
         assert time.monotonic() < deadline, "over a new link it may be written again"
-    assert [set(each.posted) for each in destinations] == [{0}] * 2
+    assert [set(each) for each in posted] == [{0}] * 2
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -63,8 +63,8 @@ def test_inputs_that_are_under_way_to_who_gives_up_are_named_until_they_have_com
 def test_what_the_engine_was_not_told_of_has_not_arrived(ends):
     """The bytes are in place, and the thread that has received them is about to say so."""
     giver, member = ends
-    succession = OwnerChange(part=0, owner=0, kept_round=1, giver=0, pushed=(1,))
-    _, found = prepare(giver, succession)
+    change = OwnerChange(part=0, owner=0, kept_round=1, giver=0, pushed=(1,))
+    _, found = prepare(giver, change)
     link = found._wire(1)
     found._wire = lambda node: SimpleNamespace(next_round=lambda part: 3)
     assert not found.arrived and found.missing

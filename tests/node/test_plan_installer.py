@@ -32,7 +32,7 @@ def installer(engine_node):
 @pytest.mark.parametrize("is_owner_change", [False, True])
 def test_what_was_said_of_a_generation_that_was_withdrawn_goes_with_the_next_commit(installer, is_owner_change):
     for number in (3, 4, 5, 6):
-        installer.peer_said(None, 1, PeerExtents(generation=number, extents=()))
+        installer.peer_message(None, 1, PeerExtents(generation=number, extents=()))
     generation = Generation(Plan(generation=5, units=()), is_owner_change=is_owner_change)
     (installer.succeeded if is_owner_change else installer.committed)(generation)
     assert set(installer._early) == {6}, "the others were not, and will not be"
@@ -74,12 +74,13 @@ def test_memory_at_hand_is_no_less_to_own(newcomer, max_nbytes):
     assert regions.nbytes <= max_nbytes and installer.ownable_nbytes >= before
 
 
-@pytest.mark.parametrize("heir", [0, 1])
-def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(installer, heir):
+@pytest.mark.parametrize("new_owner", [0, 1])
+def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(installer, new_owner):
     """Neither the node itself nor one behind tcp; what lies in memory goes on as ever."""
     unit = UnitPlan(unit=0, name="u", dtype="float32", average=False, priority=0, nbytes=8192, stride=4096,
                     members=(MemberPlan(name="w", shape=(2048,), offset=0, nbytes=8192),),
-                    parts=tuple(PartPlan(part=part, offset=4096 * part, nbytes=4096, owner=heir) for part in (0, 1)))
+                    parts=tuple(PartPlan(part=part, offset=4096 * part, nbytes=4096, owner=new_owner)
+                                for part in (0, 1)))
     installer._links = {1: TcpLink(1, {})}
     installer._unit_resources[0] = UnitResources(extents={
         part: Extent(node=0, segment=0, offset_even=0, offset_odd=0, nbytes=4096, on_device=part == 1)
@@ -87,9 +88,9 @@ def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(installer, he
 
     def recover(*parts):
         return Recover(epoch=1, generation=1, units=(unit,),
-                       owner_changes=tuple(OwnerChange(part=part, owner=heir, kept_round=1) for part in parts))
+                       owner_changes=tuple(OwnerChange(part=part, owner=new_owner, kept_round=1) for part in parts))
 
     installer._require_reach(recover(0))
-    who = "this node" if heir == 0 else "node 1"
+    who = "this node" if new_owner == 0 else "node 1"
     with pytest.raises(PeerLostError, match=f"{who} would sum a partition of 'w'.*GPU memory.*BPSFAST_GPU_DIRECT"):
         installer._require_reach(recover(0, 1))

@@ -9,7 +9,7 @@ import pytest
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.generation import Generation
 from bpsfast.node.plans import Plans
-from bpsfast.node.transport.rdma import LaneFullError
+from bpsfast.node.transport.rdma import QueuePairFullError
 from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
 
 TIMEOUT_S = 0.2
@@ -53,7 +53,7 @@ def generation(awaited=(), is_owner_change=True):
     return Generation(Plan(generation=9, units=()), awaited=set(awaited), is_owner_change=is_owner_change)
 
 
-def succession(arrivals, given_up=(0,)):
+def transfer(arrivals, given_up=(0,)):
     """What has *arrivals* in turn; the last one for ever."""
     class Found:
         missing = "round 7 of partition 12 of 'w' from node 3"
@@ -70,7 +70,7 @@ def succession(arrivals, given_up=(0,)):
 
 
 def test_ready_is_said_once_and_only_when_all_has_arrived(side):
-    found = succession([False, False, True])
+    found = transfer([False, False, True])
     side.plans.await_for(generation(), found)
     assert side.told == []
     side.run()
@@ -78,7 +78,7 @@ def test_ready_is_said_once_and_only_when_all_has_arrived(side):
 
 
 def test_who_keeps_owners_from_giving_up_is_named_before_the_scheduler_ends_the_job(side):
-    found, begin = succession([False]), time.monotonic()
+    found, begin = transfer([False]), time.monotonic()
     side.plans.await_for(generation(), found)
     assert side.run() - begin >= TIMEOUT_S / 2
     (failed,) = side.told
@@ -92,14 +92,14 @@ def test_who_keeps_owners_from_giving_up_is_named_before_the_scheduler_ends_the_
 @pytest.mark.parametrize(("given_up", "wait_s"), [((), TIMEOUT_S), ((0,), TIMEOUT_S / 2)])
 def test_peers_that_do_not_say_where_to_write_are_named(side, given_up, wait_s):
     begin = time.monotonic()
-    side.plans.await_for(generation(awaited={5, 2}), succession([True], given_up))
+    side.plans.await_for(generation(awaited={5, 2}), transfer([True], given_up))
     assert side.run() - begin >= wait_s
     (failed,) = side.told
     assert failed.reason == f"node 2, node 5 did not send the addresses of results and slots within {wait_s:g} s"
 
 
 def test_a_plan_that_is_forgotten_has_no_answer(side):
-    side.plans.await_for(generation(), succession([False]))
+    side.plans.await_for(generation(), transfer([False]))
     side.plans.forget()
     side.run()
     assert side.told == []
@@ -110,7 +110,7 @@ def full(side, *peers):
     def prepare(plan):
         for index in peers:
             if index not in [each for each, _ in side.left]:
-                raise LaneFullError(index, f"one too many for its queue pair to node {index}")
+                raise QueuePairFullError(index, f"one too many for its queue pair to node {index}")
         return Generation(plan)
 
     side.runtime.installer.prepare = prepare

@@ -1,4 +1,4 @@
-"""What a lane's failure is called: operation, partition, peer, port, status in words, what it usually means."""
+"""What a stream's failure is called: operation, partition, peer, port, status in words, what it usually means."""
 from __future__ import annotations
 
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from bpsfast.node.transport.rdma.failures import PortNow, describe, is_consequence
 
 S = 1_000_000_000
-#: A lane that was proven at 100 s and failed at 200 s.
+#: A stream that was proven at 100 s and failed at 200 s.
 BAD = {"kind": "completion", "code": 12, "vendor_error": 129, "slot": 7, "round": 3, "nbytes": 4096,
        "is_receive": False, "proven_ns": 100 * S, "at_ns": 200 * S}
 
@@ -41,8 +41,8 @@ def test_words(failure, words):
     (201, 100, True),  # noticed while the failure was looked into
     (190, 100, True),
     (150, 100, False),  # long before the write was posted that failed
-    (99, 100, False), (195, 196, False),  # the lane was proven after it
-    (190, 0, True),  # the lane was never proven
+    (99, 100, False), (195, 196, False),  # the stream was proven after it
+    (190, 0, True),  # the stream was never proven
 ])
 def test_a_port_that_went_down_is_named_only_where_it_explains_the_failure(at_s, proven_s, explains):
     words = said(BAD | {"proven_ns": proven_s * S}, PortNow(error_ns=at_s * S))

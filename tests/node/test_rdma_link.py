@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.node.transport.rdma.link import LaneFullError, RailPath, RdmaLink
+from bpsfast.node.transport.rdma.link import QueuePairFullError, RailPath, RdmaLink
 from bpsfast.orchestration.errors import CapacityError
 
 
@@ -36,22 +36,22 @@ def test_two_threads_close_once_and_both_return_when_it_is_done():
     left = []
     pair = Pair()
     rail = SimpleNamespace(leave=lambda: left.append(pair.closed))
-    way = RailPath(rail, pair, SimpleNamespace(close=lambda: None))
+    path = RailPath(rail, pair, SimpleNamespace(close=lambda: None))
 
     def close() -> bool:
-        way.close()
+        path.close()
         return pair.closed
 
     with ThreadPoolExecutor(2) as executor:
         assert [done.result(20) for done in [executor.submit(close) for _ in range(2)]] == [True, True]
     assert pair.n_closes == 1 and left == [True]
-    way.close()
+    path.close()
     assert pair.n_closes == 1 and left == [True]
 
 
 def test_what_is_bound_after_the_end_is_awaited_from_its_first_round_on():
     """An owner takes over in the middle of a job while a pair is on its way from RDMA to TCP."""
-    link = RdmaLink(1, n_nodes=2, ways=(), channel=None)
+    link = RdmaLink(1, n_nodes=2, paths=(), channel=None)
     link.fence()
     link.bind(4, 0, 64, 64, first_round=7)
     link.bind(5, 128, 192, 64)
@@ -66,14 +66,14 @@ def refusing(code):
         raise OSError(code, "4096 slots are bound, the queue pair was made for 4096")
 
     rail = SimpleNamespace(name="mlx5_0/1", port={"max_msg_sz": 1 << 30}, attributes={"max_qp_wr": 1, "max_cqe": 2})
-    return RdmaLink(3, n_nodes=2, ways=[SimpleNamespace(rail=rail, lane=SimpleNamespace(bind=bind))], channel=None)
+    return RdmaLink(3, n_nodes=2, paths=[SimpleNamespace(rail=rail, stream=SimpleNamespace(bind=bind))], channel=None)
 
 
 def test_a_full_queue_pair_says_whose_it_is_and_what_to_set():
-    with pytest.raises(LaneFullError, match=r"partition 7 is one too many .* node 3: 4096 slots are bound.*"
+    with pytest.raises(QueuePairFullError, match=r"partition 7 is one too many .* node 3: 4096 slots are bound.*"
                                             "Raise BPSFAST_RDMA_QUEUE_PAIRS") as caught:
         refusing(errno.ENOSPC).bind(7, 64, 128, 64)
     assert caught.value.index == 3
     with pytest.raises(CapacityError) as other:
         refusing(errno.ENOMEM).bind(7, 64, 128, 64)
-    assert not isinstance(other.value, LaneFullError), "tcp would not help"
+    assert not isinstance(other.value, QueuePairFullError), "tcp would not help"

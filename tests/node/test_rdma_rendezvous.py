@@ -25,10 +25,10 @@ class Port:
         self.offer = lambda: rail
 
 
-def meet(sock, find, timeout_s=20.0):
+def make_link(sock, find, timeout_s=20.0):
     """Meet node 1; return the error."""
     with pytest.raises(BpsError) as caught:
-        handshake.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, limits=Limits(),
+        handshake.make_link(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, limits=Limits(),
                         deadline=time.monotonic() + timeout_s)
     assert sock.fileno() == -1
     return caught.value
@@ -43,7 +43,7 @@ def against(find, answer):
     ours, theirs = socket.socketpair()
     with MessageSocket(theirs, rdma_messages.decode) as far:
         found = []
-        thread = threading.Thread(target=lambda: found.append(meet(ours, find)))
+        thread = threading.Thread(target=lambda: found.append(make_link(ours, find)))
         thread.start()
         said, _ = far.recv(20)
         if answer is not None:
@@ -58,8 +58,8 @@ def against(find, answer):
 def test_both_sides_hear_of_an_objection(no_leaks):
     ours, theirs = socket.socketpair()
     found = {}
-    threads = [threading.Thread(target=lambda: found.update(here=meet(ours, nothing))),
-               threading.Thread(target=lambda: found.update(there=meet(theirs, lambda: [Port(RAIL)])))]
+    threads = [threading.Thread(target=lambda: found.update(here=make_link(ours, nothing))),
+               threading.Thread(target=lambda: found.update(there=make_link(theirs, lambda: [Port(RAIL)])))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -91,5 +91,5 @@ def test_answers_that_lead_nowhere(answer, kind, words, no_leaks):
 def test_a_silent_peer_is_given_up(no_leaks):
     ours, theirs = socket.socketpair()
     with theirs:
-        error = meet(ours, lambda: [Port(RAIL)], timeout_s=0.3)
+        error = make_link(ours, lambda: [Port(RAIL)], timeout_s=0.3)
         assert isinstance(error, StallError) and "did not answer RdmaOffer in time" in str(error)

@@ -38,18 +38,18 @@ def early(no_leaks):
     """A node's that does not know yet which one it is, on a loop that the test turns. Strangers have half a second."""
     listener = bind(KEY, f"test-{os.getpid()}")
     assert listener is not None
-    guests = []
-    with contextlib.closing(EventLoop(guests.append)) as loop:
-        with contextlib.closing(LocalListener(loop, listener, KEY, guests.append, guests.append, guests.append,
+    clients = []
+    with contextlib.closing(EventLoop(clients.append)) as loop:
+        with contextlib.closing(LocalListener(loop, listener, KEY, clients.append, clients.append, clients.append,
                                           timeout_s=0.5)) as made:
             yield made, loop
-    assert guests == [], "nobody was let in, and nothing failed"
+    assert clients == [], "nobody was let in, and nothing failed"
 
 
 @pytest.fixture
 def reception(early, shm_endpoint):
     """Node 0's."""
-    early[0].know(0, Epochs(1), shm_endpoint)
+    early[0].set_node(0, Epochs(1), shm_endpoint)
     return early
 
 
@@ -101,19 +101,19 @@ def test_who_says_nothing_has_to_go(reception):
     door, loop = reception
     with stranger(door) as silent, stranger(door) as slow:
         slow.send(struct.pack("<I", 40))
-        until(loop, lambda: len(door._strangers) == 2)
+        until(loop, lambda: len(door._unauthenticated) == 2)
         until(loop, lambda: is_over(silent) and is_over(slow))
-    assert not door._strangers
+    assert not door._unauthenticated
 
 
 def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, shm_endpoint):
     """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
     door, loop = early
     door._timeout_s = 60.0
-    door.know(0, Epochs(1), shm_endpoint)
+    door.set_node(0, Epochs(1), shm_endpoint)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(stranger(door)) for _ in range(MAX_PENDING_HANDSHAKES)]
-        until(loop, lambda: len(door._strangers) == MAX_PENDING_HANDSHAKES)
+        until(loop, lambda: len(door._unauthenticated) == MAX_PENDING_HANDSHAKES)
         link = stack.enter_context(message_socket.connect(door.name, 20, shm.decode))
         link.send(hello_of(1))
         answer, fds = turn(loop, link)
@@ -167,7 +167,7 @@ def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, shm_endp
         link.send(hello_of(1))
         until(loop, lambda: door._waiting)
         assert len(door._waiting) == 1
-        door.know(0, Epochs(1), shm_endpoint)
+        door.set_node(0, Epochs(1), shm_endpoint)
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
         for fd in fds:
@@ -194,7 +194,7 @@ def test_another_users_process_takes_no_place(reception, monkeypatch):
     monkeypatch.setattr(message_socket, "peer_uid", lambda sock: (1, 4711))
     with stranger(door) as sock:
         until(loop, lambda: is_over(sock))
-        assert not door._strangers
+        assert not door._unauthenticated
 
 
 def test_a_crowd_is_not_logged_one_by_one(reception, caplog):

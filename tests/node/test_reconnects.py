@@ -47,7 +47,7 @@ class Side:
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
-        self.port = DataPort(listener, KEY, self.index, self.epochs, self.reconnector.came, 8, self.encryption)
+        self.port = DataPort(listener, KEY, self.index, self.epochs, self.reconnector.accept, 8, self.encryption)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
@@ -115,7 +115,7 @@ def test_a_node_that_is_no_peer_can_be_given_up():
                   nic_rate_bytes=0.0)
     reconnector = Reconnector(me, {}, KEY, Epochs(1), 1, 1.0, 1.0, lambda link: None, lambda index: None, lambda: None)
     reconnector.give_up(2, "lost")
-    assert not reconnector.gone() and not reconnector.called()
+    assert not reconnector.failed() and not reconnector.requested()
     reconnector.close()
 
 
@@ -130,14 +130,14 @@ def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides,
 
     sides[first].seek(lambda: awaited(first))
     other = sides[1 - first]
-    other.until(lambda: other.reconnector.called() == [first])
+    other.until(lambda: other.reconnector.requested() == [first])
     assert not said, "the other one has not parted, and may still write"
     other.seek(lambda: awaited(1 - first))
     links = [side.link() for side in sides]
     assert are_one(*links) and [link.number for link in links] == [links[0].number] * 2
     assert [link.awaited_there for link in links] == [{7: 6, 1 << 20: 1}, {7: 5, 1 << 20: 1}]
-    assert [side.reconnector.called() for side in sides] == [[], []]
-    assert [list(side.reconnector.gone()) for side in sides] == [[], []]
+    assert [side.reconnector.requested() for side in sides] == [[], []]
+    assert [list(side.reconnector.failed()) for side in sides] == [[], []]
 
 
 @either_way
@@ -161,11 +161,11 @@ def test_nobody_who_listens_is_told_soon_and_is_the_end_after_the_lease(sides, i
     begin = time.monotonic()
     here.seek()
     here.until(lambda: here.reconnector.refused() == {1 - index})
-    assert reconnector._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
-    here.until(here.reconnector.gone)
+    assert reconnector._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.failed()
+    here.until(here.reconnector.failed)
     assert time.monotonic() - begin >= here.lease_s
-    assert f"was not reached at {there.address} within lease_s = 2 s" in here.reconnector.gone()[1 - index]
-    assert "Connection refused" in here.reconnector.gone()[1 - index]
+    assert f"was not reached at {there.address} within lease_s = 2 s" in here.reconnector.failed()[1 - index]
+    assert "Connection refused" in here.reconnector.failed()[1 - index]
 
 
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
@@ -179,7 +179,7 @@ def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, inde
     host, _, port = there.address.rpartition(":")
     there.listen(socket.create_server((host, int(port))))
     there.seek()
-    assert are_one(*(side.link() for side in sides)) and not here.reconnector.gone()
+    assert are_one(*(side.link() for side in sides)) and not here.reconnector.failed()
 
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
@@ -190,13 +190,13 @@ def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
         peers = sides[index].reconnector._peers
         peers[1 - index] = msgspec.structs.replace(peers[1 - index], address=address)
         sides[index].seek()
-        sides[index].until(sides[index].reconnector.gone)
-    assert f"was not reached at {address} within lease_s = 0.5 s" in str(sides[index].reconnector.gone())
+        sides[index].until(sides[index].reconnector.failed)
+    assert f"was not reached at {address} within lease_s = 0.5 s" in str(sides[index].reconnector.failed())
 
 
 def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
     socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
-    sides[0].until(sides[0].reconnector.called)
+    sides[0].until(sides[0].reconnector.requested)
     sides[0].seek()
     assert socks[0].recv(5) == b"\1\0\0\0\x80"  # it awaits nothing, and waits for our answer
     for sock in socks:
@@ -215,7 +215,7 @@ def test_a_link_that_came_about_on_one_side_only_is_asked_for_again(sides):
     assert socks[0].recv(5)
     socks[0].close()
     sides[1].reconnector._pairs[0].made = 1  # as if the answer had been sent, and never came
-    sides[1].until(sides[1].reconnector.called)
+    sides[1].until(sides[1].reconnector.requested)
     sides[1].reconnector._pairs[0].newest = 1
     sides[1].seek()
     assert are_one(*(side.link() for side in sides))
@@ -239,10 +239,10 @@ def test_a_knock_for_a_link_that_was_replaced_meanwhile_is_of_no_account(sides):
     number = min(side.link().number for side in sides)
     dialled(sides[1], RECONNECT_STREAM, number - 1).close()
     dialled(sides[1], RECONNECT_STREAM, number).close()
-    sides[1].until(sides[1].reconnector.called)
+    sides[1].until(sides[1].reconnector.requested)
     knocks = sides[1].reconnector
     sides[1].seek()
-    assert not knocks.called()
+    assert not knocks.requested()
 
 
 def test_what_nobody_has_taken_is_dropped_when_another_one_is_sought(sides):
@@ -317,7 +317,7 @@ def test_who_was_given_up_is_refused_when_it_comes_again(sides):
     sides[0].seek()
     sides[0].reconnector.give_up(1, "it is lost")
     sides[1].seek()
-    assert sides[0].reconnector.gone() == {1: "it is lost"}
+    assert sides[0].reconnector.failed() == {1: "it is lost"}
     with dialled(sides[0], 0, 1 << 20) as sock:
         assert sock.recv(1) == b""
     assert sides[0].links.empty() and sides[1].links.empty()
@@ -325,7 +325,7 @@ def test_who_was_given_up_is_refused_when_it_comes_again(sides):
 
 def test_the_end_of_the_job_ends_all_attempts(sides):
     sides[0].seek()  # node 1 is called, and does not part
-    sides[1].until(sides[1].reconnector.called)
+    sides[1].until(sides[1].reconnector.requested)
     sides[1].reconnector.close()
     sides[0].reconnector.close()
     with pytest.raises(BpsError):

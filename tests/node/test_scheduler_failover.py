@@ -28,7 +28,7 @@ class Node:
     said: list[m.Message] = field(default_factory=list)
     runtime: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(connected=True))
 
-    def say(self, message):
+    def send_unrecorded(self, message):
         self.said.append(message)
 
     def told(self):

@@ -4,13 +4,13 @@ from __future__ import annotations
 import signal
 import threading
 
-from bpsfast.node.event_loop import StopSignals
+from bpsfast.node.event_loop import stop_signals
 
 
 def test_signals_are_calls_while_entered():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     seen = []
-    with StopSignals(seen.append):
+    with stop_signals(seen.append):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
     assert seen == ["SIGTERM", "SIGINT"]
@@ -22,7 +22,7 @@ def test_another_thread_changes_nothing():
     found = []
 
     def enter():
-        with StopSignals(found.append):
+        with stop_signals(found.append):
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)

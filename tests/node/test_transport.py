@@ -285,7 +285,7 @@ def test_a_pair_connects_anew_after_its_link_was_given_up(no_leaks):
     connect(made)
     before = [end.peering.take()[1 - end.index] for end in made]
     made[0].peering.seek(1, lambda: {3: 7}, "its card is gone")  # it cannot dial: the other one is asked to
-    while not made[1].peering.called():
+    while not made[1].peering.reconnector.requested():
         made[1].loop.run_once(0.05)
     made[1].peering.seek(0, dict)
     deadline = time.monotonic() + 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.job.admission import Admission, ExpectedNodes
+from bpsfast.orchestration.job.admission import Admission, JobSettings
 from bpsfast.orchestration.messages import VERSION, Join
 
 
@@ -18,7 +18,7 @@ def join(host="a", n_ranks=1, **fields):
 
 def admission(*joins, package="", fingerprint=None, **expected):
     """An admission that has admitted *joins* from senders 0, 1, ..."""
-    result = Admission(ExpectedNodes(**{"num_nodes": 2, **expected}), package, fingerprint)
+    result = Admission(JobSettings(**{"num_nodes": 2, **expected}, package=package, fingerprint=fingerprint))
     for i, each in enumerate(joins):
         assert result.check(each) is None
         result.add(b"%d" % i, each)
@@ -39,7 +39,7 @@ def order(result):
     ({"settings": {"transport": "tcp", "x": "1"}}, "setting x differs: 1 on host b (pid 1), (not known) on"),
 ])
 def test_a_mismatch_names_the_field_and_both_values(fields, text):
-    ours = Admission(ExpectedNodes(num_nodes=2), "1.0", {"transport": "tcp"})
+    ours = Admission(JobSettings(num_nodes=2, package="1.0", fingerprint={"transport": "tcp"}))
     assert ours.check(join("a", settings={"transport": "tcp"})) is None
     assert text in str(ours.check(join("b", **fields)))
 

@@ -1,4 +1,4 @@
-"""Signs of life by the kernel's account: over sockets, and of nodes whose control loop does nothing."""
+"""Signs of life by the kernel's report: over sockets, and of nodes whose control loop does nothing."""
 from __future__ import annotations
 
 import os
@@ -43,7 +43,7 @@ def test_silence_is_counted_from_the_last_byte(pair):
     assert pulses.silence_s(b"a") is None
     there.send(b"x")
     here.recv(1)
-    pulses.knows(b"a", here.fileno())
+    pulses.note_message(b"a", here.fileno())
     until(lambda: pulses.silence_s(b"a") >= 0.2)
     begin = time.monotonic()
     there.send(b"x")  # nobody reads it
@@ -55,33 +55,33 @@ def test_a_connection_that_is_gone_and_whose_number_another_one_has(pair):
     pulses = ConnectionActivity()
     here, _ = pair()
     fd = here.fileno()
-    pulses.knows(b"a", fd)
+    pulses.note_message(b"a", fd)
     here.close()
     assert pulses.silence_s(b"a") is None
     (first, _), (second, _) = pair(), pair()
     fd = first.fileno()
-    pulses.knows(b"a", fd)
+    pulses.note_message(b"a", fd)
     os.dup2(second.fileno(), fd)
     assert pulses.silence_s(b"a") is None
-    pulses.knows(b"b", fd)
+    pulses.note_message(b"b", fd)
     assert pulses.silence_s(b"b") is not None and pulses.silence_s(b"a") is None
 
 
 def test_who_dials_anew_is_felt_over_the_new_connection(pair):
     pulses = ConnectionActivity()
     (old, _), (new, there) = pair(), pair()
-    pulses.knows(b"a", old.fileno())
-    pulses.knows(b"a", new.fileno())
+    pulses.note_message(b"a", old.fileno())
+    pulses.note_message(b"a", new.fileno())
     there.send(b"x")
     until(lambda: pulses.silence_s(b"a") < 0.1)
-    pulses.knows(b"b", old.fileno())
+    pulses.note_message(b"b", old.fileno())
     assert pulses.silence_s(b"a") is not None and pulses.silence_s(b"b") is not None
 
 
 def test_no_connection_at_all():
     pulses = ConnectionActivity()
-    pulses.knows(b"a", None)
-    pulses.knows(b"b", 1 << 20)
+    pulses.note_message(b"a", None)
+    pulses.note_message(b"b", 1 << 20)
     assert pulses.silence_s(b"a") is None and pulses.silence_s(b"b") is None
 
 

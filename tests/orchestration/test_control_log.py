@@ -39,9 +39,9 @@ def commit(table, found, *specs):
     hear(table, found)
 
 
-def account(control_log, recall=0):
+def report(control_log, recall=0):
     """Return the head, the units, and what is said besides."""
-    head, *rest = control_log.account(recall)
+    head, *rest = control_log.report(recall)
     assert rest.pop() == m.RejoinComplete()
     units = [unit for each in rest if isinstance(each, m.CommittedUnits) for unit in each.units]
     assert head.n_units == len(units)
@@ -52,12 +52,12 @@ def test_what_is_committed_is_told_by_its_units_and_what_is_not_as_it_was_declar
     table, found = control_logs()
     commit(table, found, spec("a"), spec("b"))
     say(table, found, b"A", m.Declare(rank=1, tensors=(spec("c"), spec("d"))))
-    head, units, rest = account(found[b"A"], 5)
+    head, units, rest = report(found[b"A"], 5)
     assert units == table.job._generations.units and {unit.name for unit in units} == {"a", "b"}
     assert (head.index, head.recall, head.committed, head.seen, head.prepared) == (0, 5, 1, 1, 0)
     assert head.ownable_nbytes == 7
     assert rest == [m.Declare(rank=1, tensors=(spec("c"), spec("d")), positions=(2, 3))]
-    assert account(found[b"H"])[1:] == (units, [])
+    assert report(found[b"H"])[1:] == (units, [])
 
 
 def test_a_plan_is_prepared_until_it_is_committed_dropped_or_refused():
@@ -69,10 +69,10 @@ def test_a_plan_is_prepared_until_it_is_committed_dropped_or_refused():
         for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
             say(table, found, sender, *(m.Declare(rank=rank, tensors=(spec("a"),)) for rank in ranks))
         hear(table, found)
-        head, units, _ = account(found[b"B"])
+        head, units, _ = report(found[b"B"])
         assert (head.prepared, head.prepared_units, head.next_unit, units) == (1, (0,), 1, [])
         found[b"B"].heard(end)
-        assert account(found[b"B"])[0].prepared == expected, end
+        assert report(found[b"B"])[0].prepared == expected, end
 
 
 def test_names_that_failed_are_told_and_not_declared_again():
@@ -80,7 +80,7 @@ def test_names_that_failed_are_told_and_not_declared_again():
     say(table, found, b"A", m.Declare(rank=0, tensors=(spec("a", dtype="int8"), spec("b"))))
     say(table, found, b"B", m.Declare(rank=2, tensors=(spec("a"),)))
     hear(table, found)
-    head, _, rest = account(found[b"A"])
+    head, _, rest = report(found[b"A"])
     assert [(name, error) for name, error, _ in head.failed] == [("a", "MismatchError")]
     assert rest == [m.Declare(rank=0, tensors=(spec("b"),), positions=(1,))]
 
@@ -89,10 +89,10 @@ def test_units_that_are_retired_are_forgotten_when_all_have_said_so():
     table, found = control_logs()
     commit(table, found, spec("a"))
     say(table, found, b"A", m.Retire(rank=0, units=(0,)), m.Retire(rank=1, units=(0,)))
-    assert account(found[b"A"])[2] == [m.Retire(rank=0, units=(0,)), m.Retire(rank=1, units=(0,))]
+    assert report(found[b"A"])[2] == [m.Retire(rank=0, units=(0,)), m.Retire(rank=1, units=(0,))]
     say(table, found, b"B", m.Retire(rank=2, units=(0,)), m.Retire(rank=3, units=(0,)))
     hear(table, found)
-    assert account(found[b"A"])[1:] == ([], [])
+    assert report(found[b"A"])[1:] == ([], [])
 
 
 def test_ranks_that_have_retired_theirs_of_a_store_are_remembered_while_others_have_not():
@@ -101,16 +101,16 @@ def test_ranks_that_have_retired_theirs_of_a_store_are_remembered_while_others_h
     for rank in (0, 1):
         say(table, found, b"A", m.Retire(rank=rank, units=(0,)))
     hear(table, found)
-    head, units, _ = account(found[b"H"])
+    head, units, _ = report(found[b"H"])
     assert (head.gone_from, [unit.unit for unit in units]) == (((0, (0, 1)),), [1])
 
 
 def test_barriers_are_entered_again_unless_they_are_done():
     table, found = control_logs()
     say(table, found, b"A", m.BarrierEnter(rank=0, sequence=1), m.BarrierEnter(rank=1, sequence=1))
-    assert len(account(found[b"A"])[2]) == 2
+    assert len(report(found[b"A"])[2]) == 2
     found[b"A"].heard(m.BarrierDone(sequence=1))
-    head, _, rest = account(found[b"A"])
+    head, _, rest = report(found[b"A"])
     assert (head.barrier, rest) == (1, [])
 
 
@@ -121,13 +121,13 @@ def test_questions_are_asked_again_until_they_are_answered_and_notices_stay():
     notice, refused = (m.Publish(rank=0, question=n, key=str(n), value=b"x") for n in (2, 3))
     for message in (lookup, notice, refused):
         control_log.said(message)
-    assert account(control_log)[2] == [notice, refused, lookup]
+    assert report(control_log)[2] == [notice, refused, lookup]
     control_log.heard(m.KeyValueReply(rank=0, question=1))
     control_log.heard(m.KeyValueReply(rank=0, question=2))
     control_log.heard(m.KeyValueReply(rank=0, question=3, error="MismatchError", reason="another's"))
-    assert account(control_log)[2] == [notice]
+    assert report(control_log)[2] == [notice]
     control_log.said(m.Withdraw(rank=0, prefix="2"))
-    assert account(control_log)[2] == []
+    assert report(control_log)[2] == []
 
 
 def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
@@ -137,8 +137,8 @@ def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
     control_log.said(left)
     control_log.said(lost)
     control_log.record_peer_left(0)
-    head, _, rest = account(control_log)
+    head, _, rest = report(control_log)
     assert (rest, head.nodes_left, control_log.left) == ([left, lost], (0,), {2})
     control_log.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))
-    head, _, rest = account(control_log)
+    head, _, rest = report(control_log)
     assert (rest, head.lost, head.frozen, head.epoch) == ([left], (2,), True, 2)

@@ -120,7 +120,7 @@ def test_wait_ends_in_words_when_no_replacement_comes():
     assert found.to_replace == ()
     fail = found.decide(11.0)
     assert fail.error == "StallError"
-    assert "1 of 3 seats are not taken again (rank 1 (worker 1) is gone; 1 replacements were started" in fail.reason
+    assert "1 of 3 ranks are not taken again (rank 1 (worker 1) is gone; 1 replacements were started" in fail.reason
 
 
 def test_a_replacement_that_is_lost_is_replaced():
@@ -197,7 +197,7 @@ def test_jobs_of_which_something_came_may_go_on_and_on(what):
     found = coordinator("wait", n=2, nodes="00", max_ranks=99, max_replaced=99)
     fresh = 2
     for number in range(1, 4 * MOST_FRUITLESS):
-        members = [seat.member for seat in found.seats]
+        members = [holder.member for holder in found.holders]
         if what == "loss":
             found.ended(members.pop(), "is gone", 1.0)
             found.replaced(found.to_replace[0], fresh, 1.0)
@@ -223,7 +223,7 @@ def test_what_is_awaited_is_named():
     found = coordinator("wait", n=2, nodes="00", min_ranks=2, max_ranks=3)
     assert found.awaited == "job 1, of 2 ranks, runs and has let nobody in (State.commit or check)"
     found.ended(0, "is gone", 1.0)
-    assert found.awaited.startswith("worker 1 has not come; 1 of 2 seats are not taken again (rank 0 (worker 0) is")
+    assert found.awaited.startswith("worker 1 has not come; 1 of 2 ranks are not taken again (rank 0 (worker 0) is")
     found = coordinator("shrink", n=2, nodes="00", min_ranks=2)
     found.ended(0, "is gone", 1.0)
     found.came(1, "0", 1.0)
@@ -310,10 +310,10 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
                 nodes = [{node_of[member] for member in group} for group in (before, kept)]
                 assert 2 * (len(nodes[1]) + 1) > len(nodes[0]) + 1, "a majority of nodes and coordinator"
             if policy == "wait" and number > 1:
-                seats = [member for member in before if member in alive or member in gone]
-                for member, seat in zip(members, seats):
-                    assert member == seat or seat in gone
-                assert len(members) >= len(seats)
+                holders = [member for member in before if member in alive or member in gone]
+                for member, holder in zip(members, holders):
+                    assert member == holder or holder in gone
+                assert len(members) >= len(holders)
             waiting -= set(members)
             before = members
         elif isinstance(said, Fail):

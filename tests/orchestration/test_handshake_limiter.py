@@ -30,7 +30,7 @@ class Server:
 
     def __init__(self, context):
         self.socket = context.socket(zmq.ROUTER)
-        self.keeper = ZmqHandshakeLimiter(self.socket)
+        self.limiter = ZmqHandshakeLimiter(self.socket)
         self.socket.linger = 0
         self.socket.maxmsgsize = 16 << 20
         self.socket.curve_server = True
@@ -41,14 +41,14 @@ class Server:
     def turn(self):
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.keeper.monitor, zmq.POLLIN)
+        poller.register(self.limiter.monitor, zmq.POLLIN)
         poller.poll(20)
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                self.keeper.knows(frames[-1])
+                self.limiter.note_message(frames[-1])
                 self.received.append(frames[-1].bytes)
-        self.keeper.look()
+        self.limiter.update()
 
     def until(self, condition):
         deadline = time.monotonic() + LIMIT_S
@@ -70,7 +70,7 @@ def context(no_leaks):
 def server(context):
     made = Server(context)
     yield made
-    made.keeper.close()
+    made.limiter.close()
     made.socket.close()
 
 
@@ -104,35 +104,35 @@ def test_an_endless_handshake_is_cut_off(server):
                 return False
 
         server.until(lambda: not says_more())
-        assert server.keeper.n_cut == 1 and n_sent > PENDING_MAX_NBYTES
-    server.until(lambda: not server.keeper.n_strangers)
+        assert server.limiter.n_cut == 1 and n_sent > PENDING_MAX_NBYTES
+    server.until(lambda: not server.limiter.n_strangers)
 
 
 def test_who_has_proved_the_key_may_say_much(server, member):
     member.send(b"first")
     server.until(lambda: server.received)
-    assert server.keeper.n_strangers == 0
+    assert server.limiter.n_strangers == 0
     for _ in range(3):
         member.send(bytes(8 << 20))
     server.until(lambda: len(server.received) == 4)
-    assert server.keeper.n_cut == 0
+    assert server.limiter.n_cut == 0
 
 
 def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(server, member):
-    """As when all nodes of a job come back at once, each with an account of some MB."""
+    """As when all nodes of a job come back at once, each with a report of some MB."""
     member.send(b"first")
     member.send(bytes(8 << 20))
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)
     assert poller.poll(1000 * LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
-    while not any(map(server.keeper._says_too_much, server.keeper._limiter)):  # before anything is read
+    while not any(map(server.limiter._says_too_much, server.limiter._limiter)):  # before anything is read
         assert time.monotonic() < deadline
-        server.keeper.look()
-    server.keeper.look()
-    assert server.keeper.n_cut == 0 and server.keeper.n_strangers == 1
+        server.limiter.update()
+    server.limiter.update()
+    assert server.limiter.n_cut == 0 and server.limiter.n_strangers == 1
     server.until(lambda: len(server.received) == 2)
-    assert server.keeper.n_cut == 0 and server.keeper.n_known == 1
+    assert server.limiter.n_cut == 0 and server.limiter.n_known == 1
 
 
 def test_of_too_many_strangers_the_oldest_go_and_a_member_comes_in(server, member):
@@ -144,15 +144,15 @@ def test_of_too_many_strangers_the_oldest_go_and_a_member_comes_in(server, membe
         member.send(b"first")
         server.until(lambda: server.received)
         server.until(lambda: sum(map(is_over, strangers)) >= 50)
-        assert server.keeper.n_strangers <= MAX_PENDING_HANDSHAKES
-    server.until(lambda: not server.keeper.n_strangers)
+        assert server.limiter.n_strangers <= MAX_PENDING_HANDSHAKES
+    server.until(lambda: not server.limiter.n_strangers)
 
 
 def test_a_flood_from_one_host_cuts_nobody_off_who_comes_from_another(server):
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), LIMIT_S, ("127.0.0.2", 0)))
         strangers = [stack.enter_context(server.call())]
-        server.until(lambda: server.keeper.n_strangers == 2)
+        server.until(lambda: server.limiter.n_strangers == 2)
         while len(strangers) < MAX_PENDING_HANDSHAKES + 50:
             strangers.append(stack.enter_context(server.call()))
             server.turn()
@@ -162,9 +162,9 @@ def test_a_flood_from_one_host_cuts_nobody_off_who_comes_from_another(server):
 
 def test_a_silent_stranger_is_gone_when_the_handshakes_time_is_over(server):
     with server.call() as stranger:
-        server.until(lambda: server.keeper.n_strangers == 1)
+        server.until(lambda: server.limiter.n_strangers == 1)
         server.until(lambda: is_over(stranger))
-    server.until(lambda: not server.keeper.n_strangers)
+    server.until(lambda: not server.limiter.n_strangers)
 
 
 @pytest.mark.parametrize(("host", "bound"), [
@@ -176,14 +176,14 @@ def test_only_an_address_of_this_machine_is_bound_alone(host, bound):
 def test_who_has_ended_is_not_known_for_what_is_read_afterwards(context, server, member):
     """Else a scheduler whose job is over waits a lease for somebody who is gone."""
     member.send(b"first")
-    server.until(lambda: server.keeper.n_known == 1)
+    server.until(lambda: server.limiter.n_known == 1)
     member.linger = 1000
     member.send(b"last")
     member.close()
     deadline = time.monotonic() + LIMIT_S
-    while server.keeper.n_known:
+    while server.limiter.n_known:
         assert time.monotonic() < deadline
-        server.keeper.monitor.poll(20)
-        server.keeper.look()
+        server.limiter.monitor.poll(20)
+        server.limiter.update()
     server.until(lambda: server.received == [b"first", b"last"])
-    assert server.keeper.n_known == 0
+    assert server.limiter.n_known == 0

@@ -1,4 +1,4 @@
-"""Who has not proved the key: whoever floods a door pushes out its own connections, and nobody keeps a member out."""
+"""Who has not proved the key: whoever floods a port pushes out its own connections, and nobody keeps a member out."""
 from __future__ import annotations
 
 import queue
@@ -86,15 +86,15 @@ def test_a_local_connection_comes_from_a_process_and_one_that_is_gone_from_nowhe
 
 
 class Opened:
-    """A door at which one says "key"; the other end of each connection is to be had by `call`."""
+    """A port at which one says "key"; the other end of each connection is to be had by `call`."""
 
     def __init__(self):
         self.came, self.refused, self._calls = queue.Queue(), queue.Queue(), []
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.door = HandshakeAcceptor(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)),
-                                      self.refused.put, lambda words: None)
-        self.door.start()
+        self.acceptor = HandshakeAcceptor(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)),
+                                          self.refused.put, lambda words: None)
+        self.acceptor.start()
 
     def call(self, host="127.0.0.1"):
         self._calls.append(socket.create_connection(self.address, 20, source_address=(host, 0)))
@@ -110,7 +110,7 @@ class Opened:
         return said
 
     def close(self):
-        self.door.close()
+        self.acceptor.close()
         for sock in self._calls:
             sock.close()
 
@@ -149,6 +149,6 @@ def test_its_end_ends_all_handshakes(no_leaks):
     made = Opened()
     strangers = [made.call() for _ in range(5)]
     assert [sock.recv(1) for sock in strangers] == [b"?"] * 5
-    made.door.close()
+    made.acceptor.close()
     assert [sock.recv(1) for sock in strangers] == [b""] * 5
     made.close()

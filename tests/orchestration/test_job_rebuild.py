@@ -15,7 +15,7 @@ from tests.support.job_table import Table, join
 SETTINGS = {"transport": "tcp"}
 
 
-def accounts(n_workers, n_helpers=0):
+def reports(n_workers, n_helpers=0):
     """What each node of a job has to say, by index."""
     table = Table(num_nodes=n_workers, num_helpers=n_helpers, name="this job")
     n_nodes = n_workers + n_helpers
@@ -26,7 +26,7 @@ def accounts(n_workers, n_helpers=0):
         control_log = ControlLog("1.0", SETTINGS)
         for message in table.inbox[b"%d" % index]:
             control_log.heard(message)
-        said.append(list(control_log.account()))
+        said.append(list(control_log.report()))
     return said
 
 
@@ -41,7 +41,7 @@ def tell(rebuilding, index, said, now=0.0, sender=None):
 
 def test_the_job_of_thousands_is_rebuilt_in_moments():
     """Time grows with their number, but for a little: with its cube these would take minutes."""
-    said = accounts(1000, 500)
+    said = reports(1000, 500)
     rebuilding = begin()
     begun = time.monotonic()
     for index, each in enumerate(said):
@@ -50,50 +50,50 @@ def test_the_job_of_thousands_is_rebuilt_in_moments():
             if rebuilding.is_due:
                 rebuilding.is_due = False
                 assert not rebuilding.finished
-                past = rebuilding.past(0.0)
-        assert (past is not None) == (index == len(said) - 1)
+                snapshot = rebuilding.snapshot(0.0)
+        assert (snapshot is not None) == (index == len(said) - 1)
     assert time.monotonic() - begun < 20.0
-    assert past.roster.senders == [b"%d" % index for index in range(1500)]
+    assert snapshot.roster.senders == [b"%d" % index for index in range(1500)]
 
 
 def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
-    said = accounts(3, 1)
+    said = reports(3, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
     assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1))] and not rebuilding.tick(1.5)
     tell(rebuilding, 1, said[1], 30.0)
     tell(rebuilding, 2, said[2], 30.0)
-    assert rebuilding.past(30.0) is None and rebuilding.past(39.9) is None
-    assert list(rebuilding.past(40.0).absent) == [3]
+    assert rebuilding.snapshot(30.0) is None and rebuilding.snapshot(39.9) is None
+    assert list(rebuilding.snapshot(40.0).absent) == [3]
 
 
 def test_who_is_heard_and_has_not_told_all_is_waited_for():
-    said = accounts(1, 1)
+    said = reports(1, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
     tell(rebuilding, 1, said[1][:1])
     for now in (5.0, 10.0, 15.0):
         rebuilding.tick(now)
         rebuilding.receive(now, b"1", m.Heartbeat(sequence=1))
-        assert rebuilding.past(now) is None
-    assert list(rebuilding.past(25.0).absent) == [1]
+        assert rebuilding.snapshot(now) is None
+    assert list(rebuilding.snapshot(25.0).absent) == [1]
 
 
 def test_a_scheduler_that_was_stopped_waits_as_long_as_if_it_had_not_been():
-    said = accounts(1, 1)
+    said = reports(1, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
-    rebuilding.past(0.0)
+    rebuilding.snapshot(0.0)
     rebuilding.tick(1000.0)
-    assert rebuilding.aborted is None and rebuilding.past(1000.0) is None
+    assert rebuilding.aborted is None and rebuilding.snapshot(1000.0) is None
     rebuilding.tick(1004.0)
     rebuilding.tick(1008.0)
     rebuilding.tick(1009.9)
-    assert rebuilding.past(1009.9) is None and rebuilding.past(1010.0) is not None
+    assert rebuilding.snapshot(1009.9) is None and rebuilding.snapshot(1010.0) is not None
 
 
 def test_the_deadline_names_who_is_missing():
-    said = accounts(4)
+    said = reports(4)
     rebuilding = begin(timeout_s=10.0)
     tell(rebuilding, 2, said[2])
     for now in range(1, 11):
@@ -103,16 +103,16 @@ def test_the_deadline_names_who_is_missing():
 
 
 def test_a_node_that_dials_anew_has_one_account():
-    said = accounts(2)
+    said = reports(2)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
     tell(rebuilding, 0, said[0], sender=b"0 again")
     tell(rebuilding, 1, said[1])
     rebuilding.unreachable(b"0")
-    past = rebuilding.past(0.0)
-    assert past.roster.senders == [b"0 again", b"1"] and rebuilding.speakers == [b"0 again", b"1"]
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.roster.senders == [b"0 again", b"1"] and rebuilding.reporting == [b"0 again", b"1"]
     rebuilding.unreachable(b"1")
-    assert rebuilding.past(0.0) is None or rebuilding.past(0.0).absent
+    assert rebuilding.snapshot(0.0) is None or rebuilding.snapshot(0.0).absent
 
 
 @pytest.mark.parametrize(("change", "error", "words"), [
@@ -123,38 +123,38 @@ def test_a_node_that_dials_anew_has_one_account():
     ({"job": "that job"}, "PeerLostError", "another one (job this job, of 3 nodes, not that job)"),
 ])
 def test_who_is_refused_is_told_why(change, error, words):
-    said = accounts(3)
+    said = reports(3)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
     ((sender, refuse),) = tell(rebuilding, 1, [msgspec.structs.replace(said[1][0], **change), *said[1][1:]])
     assert sender == b"1" and refuse.error == error and words in refuse.reason
-    assert rebuilding.speakers == [b"0"]
+    assert rebuilding.reporting == [b"0"]
 
 
 @pytest.mark.parametrize(("half", "decides"), [((0, 1), True), ((0, 3), True), ((2, 3), False), ((1, 2, 3), True)])
 def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
     """It ends the job, for the others do not come; the other one waits."""
-    said = accounts(4, 1)
+    said = reports(4, 1)
     rebuilding = begin()
     for index in (*half, 4):
         tell(rebuilding, index, said[index])
-    assert rebuilding.past(0.0) is None and rebuilding.is_alive == decides
+    assert rebuilding.snapshot(0.0) is None and rebuilding.is_alive == decides
     if decides:
         with pytest.raises(PeerLostError, match="did not come back within lease_s = 10 s"):
-            rebuilding.past(10.0)
+            rebuilding.snapshot(10.0)
     else:
-        assert rebuilding.past(59.0) is None
+        assert rebuilding.snapshot(59.0) is None
 
 
 def test_settings_are_those_of_the_scheduler_where_it_knows_them():
-    said = accounts(1)
+    said = reports(1)
     ((_, refuse),) = tell(begin(fingerprint={"transport": "rdma"}), 0, said[0])
     assert refuse.error == "MismatchError" and "tcp on node 0 (host h0, rank 0), rdma where" in refuse.reason
     assert not tell(begin(fingerprint=SETTINGS), 0, said[0])
 
 
 def test_an_account_that_is_cut_short_is_not_believed():
-    said = accounts(1)[0]
+    said = reports(1)[0]
     rebuilding = begin()
     tell(rebuilding, 0, [msgspec.structs.replace(said[0], n_units=2), *said[1:]])
     assert "node 0 (host h0, rank 0) has 2 committed units, and has told 0" in str(rebuilding.aborted)

@@ -36,7 +36,7 @@ def everything(table, index=4):
     """What all say whose partitions are at round 5, each read in the node's own memory."""
     owners = {part.part: part.owner for unit in table.job._generations.units for part in unit.parts}
     for sender in [*table.alive, NEW]:
-        at = table.job._roster.index_of(sender)
+        at = table.job.roster.index_of(sender)
         table.say(sender, m.FreezeReport(epoch=table.job._losses.recovery.epoch, progress=tuple(
             (part, 5, 5, at if at < 2 else -1) for part, owner in owners.items() if at < 2 or owner == at)))
 

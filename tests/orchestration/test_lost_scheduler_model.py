@@ -43,7 +43,7 @@ class Orphans(World):
 
     @property
     def infos(self):
-        return getattr(self.table.job, "job", self.table.job)._roster.nodes
+        return getattr(self.table.job, "job", self.table.job).roster.nodes
 
     def tell(self, index, message):
         self.control_log(index).said(message)
@@ -55,7 +55,7 @@ class Orphans(World):
             self.welcomed.add(node.index)
         self.control_log(node.index).heard(message)
         if isinstance(message, m.RejoinRequest):
-            self.up[node.index].extend(self.control_log(node.index).account(message.number))
+            self.up[node.index].extend(self.control_log(node.index).report(message.number))
         elif isinstance(message, m.Resume):
             node.forget()
         else:
@@ -67,7 +67,7 @@ class Orphans(World):
         self.senders[index] = b"%d over %d" % (index, self.n_connections)
         if index not in self.welcomed:  # a newcomer is given up that nobody expects yet
             self.nodes[index].alive = False
-        self.up[index] = deque(self.control_log(index).account() if self.nodes[index].alive else ())
+        self.up[index] = deque(self.control_log(index).report() if self.nodes[index].alive else ())
 
     @precondition(lambda self: not self.table.job.over)  # nobody dials after its end
     @rule()
@@ -85,11 +85,11 @@ class Orphans(World):
             self.dial(alive[number % len(alive)])
 
     @precondition(lambda self: not self.table.job.over and self.table.job._rebuilding is None and (
-        0 < len(self.table.job.job.nodes) < 8))
+        0 < len(self.table.job.job.roster.nodes) < 8))
     @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
     def come(self, host, seed, n_steps):
         """As there; but the index of one that was left behind, and that nobody had heard of, is given again."""
-        index = len(self.table.job.job.nodes)
+        index = len(self.table.job.job.roster.nodes)
         if index < len(self.nodes):
             self.nodes[index].alive = False
             self.unnoticed.discard(index)
@@ -116,7 +116,7 @@ class Orphans(World):
     def lose_sight(self, number, who):
         """As there, of who is known: a worker may not have been told of a newcomer before the scheduler was lost."""
         worker = self.members("w")[who % len(self.members("w"))]
-        if self.helper(number) < len(next(self.control_log(worker).account()).nodes):
+        if self.helper(number) < len(next(self.control_log(worker).report()).nodes):
             super().lose_sight(number, who)
 
     @rule()
@@ -147,12 +147,12 @@ class Orphans(World):
             self.table.job = self.table.job.job
         super().teardown()
         if hasattr(self, "limit") and not self.table.job.over:
-            accounts = [list(log.account()) for index, log in self.control_logs.items() if index < self.n_first
+            reports = [list(log.report()) for index, log in self.control_logs.items() if index < self.n_first
                         and self.nodes[index].alive]
             kept = [[unit for each in said if isinstance(each, m.CommittedUnits) for unit in each.units]
-                    for said in accounts]
+                    for said in reports]
             assert all(each == kept[0] for each in kept) and len(kept[0]) == 2
-            assert all(said[0].committed == accounts[0][0].committed for said in accounts)
+            assert all(said[0].committed == reports[0][0].committed for said in reports)
 
 
 def test_a_scheduler_is_lost_between_a_commit_and_its_last_reader():
@@ -184,13 +184,13 @@ def test_a_worker_that_was_never_told_of_a_newcomer_numbers_the_next_one_as_othe
         world.let_hear(world.nodes[0])
     world.cut_off(number=1)
     world.go_on(Random(1))
-    assert [len(next(world.control_log(worker).account()).nodes) for worker in (0, 1)] == [5, 5]
+    assert [len(next(world.control_log(worker).report()).nodes) for worker in (0, 1)] == [5, 5]
     world.come("y", seed=0, n_steps=10_000)
     for worker in (0, 1):
-        assert [node.index for node in next(world.control_log(worker).account()).nodes] == list(range(6))
+        assert [node.index for node in next(world.control_log(worker).report()).nodes] == list(range(6))
     world.lose_the_scheduler()
     world.teardown()
-    assert not world.table.job.over and world.table.job.lost == {4}
+    assert not world.table.job.over and world.table.job.roster.lost == {4}
 
 
 def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
@@ -206,12 +206,12 @@ def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
         while world.up[worker]:
             world.hear_of(worker)
     world.go_on(Random(1), without=5)
-    assert world.table.job.job.absent == {5}
+    assert world.table.job.job.roster.absent == {5}
     world.go_on(Random(1))
-    assert world.table.job.job.absent == set() and next(world.control_log(5).account()).lost == ()
+    assert world.table.job.job.roster.absent == set() and next(world.control_log(5).report()).lost == ()
     world.lose_the_scheduler()
     world.teardown()
-    assert not world.table.job.over and world.table.job.absent == set()
+    assert not world.table.job.over and world.table.job.roster.absent == set()
 
 
 def test_only_one_that_came_late_has_read_who_inherits_what():

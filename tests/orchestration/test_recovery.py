@@ -29,14 +29,14 @@ def unit(ranks=(), codec=None, part=7, owner=3):
                     parts=(PartPlan(part=part, offset=0, nbytes=4096, owner=owner),), ranks=ranks, codec=codec)
 
 
-def heir(done, near=None, n_helpers=1, lent=None, **fields):
-    """The heir of partition 7, of which *done* says by node (passed on, complete[, place])."""
+def move(done, near=None, n_helpers=1, unfinished=None, **fields):
+    """The move of partition 7, of which *done* says by node (passed on, complete[, place])."""
     survivors = (0, 1, 2, 4)[:3 + n_helpers]
     recovery = EpochChange(2, {3} if n_helpers else {3, 4}, survivors, "why", 60.0)
     for index in survivors:
         progress = ((7, *done[index], *([index] if len(done[index]) == 2 else [])),) if index in done else ()
         recovery.frozen(index, FreezeReport(epoch=2, progress=progress, near=(near or {}).get(index, ())))
-    found = recovery.moves_of_lost([unit(**fields)], NODES, lent or {})
+    found = recovery.moves_of_lost([unit(**fields)], NODES, unfinished or {})
     return found[0] if found else None
 
 
@@ -54,14 +54,14 @@ def heir(done, near=None, n_helpers=1, lent=None, **fields):
 def test_the_latest_round_that_is_complete_anywhere_is_kept(done, kept, lacking, candidates):
     if candidates is None:
         with pytest.raises(ProtocolError, match="node 1 has passed on round 4294967295"):
-            heir(done)
+            move(done)
         return
-    found = heir(done)
+    found = move(done)
     assert (found.kept_round, found.lacking, found.candidates) == (kept, lacking, candidates)
     holders = [index for index in done if index not in lacking]
     assert found.keeper in holders if lacking else found.keeper == -1
-    succession = found.owner_change(4)
-    assert (succession.part, succession.owner, succession.kept_round) == (7, 4, kept)
+    change = found.owner_change(4)
+    assert (change.part, change.owner, change.kept_round) == (7, 4, kept)
 
 
 @pytest.mark.parametrize(("done", "words"), [
@@ -73,37 +73,37 @@ def test_the_latest_round_that_is_complete_anywhere_is_kept(done, kept, lacking,
 ])
 def test_reports_that_cannot_be_are_a_protocol_error(done, words):
     with pytest.raises(ProtocolError, match=words):
-        heir(done)
+        move(done)
 
 
 def test_only_those_whose_ranks_push_a_unit_count():
-    found = heir({0: (5, 5), 2: (6, 5)}, ranks=(0, 3))
+    found = move({0: (5, 5), 2: (6, 5)}, ranks=(0, 3))
     assert (found.candidates, found.kept_round) == ([0, 2, 4], 5)
-    assert heir({0: (5, 5), 1: (5, 5), 2: (5, 5)}, owner=4) is None, "its owner is not lost"
+    assert move({0: (5, 5), 1: (5, 5), 2: (5, 5)}, owner=4) is None, "its owner is not lost"
 
 
 def test_who_read_the_result_in_the_lost_owners_memory_has_it_in_place():
     """Nodes 0 and 1 share a host with the lost owner, 2 does not."""
     near = {0: (1, 3), 1: (0, 3)}
-    found = heir({0: (6, 6, 3), 1: (6, 5, 3), 2: (6, 5)}, near)
+    found = move({0: (6, 6, 3), 1: (6, 5, 3), 2: (6, 5)}, near)
     assert (found.kept_round, found.lacking, found.keeper) == (6, (2,), 0)
     assert found.candidates == [0, 4], "both hosts are reached from either"
-    found = heir({0: (6, 5, 3), 1: (6, 5, 3), 2: (6, 6)}, near)
+    found = move({0: (6, 5, 3), 1: (6, 5, 3), 2: (6, 6)}, near)
     assert (found.kept_round, found.lacking, found.candidates) == (6, (), [2, 4])
 
 
 def test_who_reads_where_a_holder_reads_has_the_result_in_place():
     """What node 3 had written into the memory of a helper that was lost before, nodes 0 and 1 read there both."""
-    found = heir({0: (6, 6, 9), 1: (6, 5, 9), 2: (6, 6)}, {0: (1, 9), 1: (0, 9)})
+    found = move({0: (6, 6, 9), 1: (6, 5, 9), 2: (6, 6)}, {0: (1, 9), 1: (0, 9)})
     assert (found.lacking, found.keeper) == ((), -1)
 
 
 def test_a_result_is_lent_over_a_wire_only():
     near = {0: (1,), 1: (0,)}
-    found = heir({0: (6, 6), 1: (6, 5), 2: (6, 6)}, near)
+    found = move({0: (6, 6), 1: (6, 5), 2: (6, 6)}, near)
     assert (found.lacking, found.keeper) == ((1,), 2)
     with pytest.raises(PeerLostError, match=r"the result of round 6 .* cannot reach nodes \[1\] from nodes \[0\]"):
-        heir({0: (6, 6), 1: (6, 5)}, near, ranks=(0, 1, 2))
+        move({0: (6, 6), 1: (6, 5)}, near, ranks=(0, 1, 2))
 
 
 @pytest.mark.parametrize(("before", "lent"), [
@@ -113,29 +113,29 @@ def test_a_result_is_lent_over_a_wire_only():
 ])
 def test_what_is_lent_already_is_not_sent_again(before, lent):
     """Node 1 has got it meanwhile; a second one for node 0 would come when round 8 lies there."""
-    found = heir({0: (6, 5), 1: (6, 6), 2: (7, 6)}, lent={7: before}).owner_change(1)
+    found = move({0: (6, 5), 1: (6, 6), 2: (7, 6)}, unfinished={7: before}).owner_change(1)
     assert (found.kept_round, found.lacking, found.lent) == (6, (0,), lent)
     assert found.keeper == 2 if lent else found.keeper in (1, 2)
 
 
 def test_a_member_owns_only_what_all_can_read_where_they_do():
     apart = {0: (1,), 1: (0,)}  # on one host, where each reads in its own memory what came from on the device
-    found = heir({0: (5, 5), 1: (5, 5), 2: (5, 5)}, apart)
+    found = move({0: (5, 5), 1: (5, 5), 2: (5, 5)}, apart)
     assert found.candidates == [2, 4]
     with pytest.raises(PeerLostError, match="nobody can go on with partition 7 of 'w'"):
-        heir({0: (5, 5), 1: (5, 5)}, apart, n_helpers=0, ranks=(0, 1, 2))
+        move({0: (5, 5), 1: (5, 5)}, apart, n_helpers=0, ranks=(0, 1, 2))
 
 
 def test_a_helper_owns_nothing_for_nodes_that_it_shares_memory_with():
-    assert heir({0: (5, 5), 1: (5, 5), 2: (5, 5)}, {0: (4,)}).candidates == [0, 1, 2]
+    assert move({0: (5, 5), 1: (5, 5), 2: (5, 5)}, {0: (4,)}).candidates == [0, 1, 2]
 
 
 def test_what_is_compressed_goes_to_a_helper_or_ends_the_job():
     codec = CodecSpec(kind="onebit")
     done = {0: (5, 5), 1: (5, 5), 2: (6, 5)}
-    assert heir(done, codec=codec).candidates == [4]
+    assert move(done, codec=codec).candidates == [4]
     with pytest.raises(PeerLostError, match=r"partition 7 of 'w' \(it is compressed, and no helper is left\)"):
-        heir(done, codec=codec, n_helpers=0)
+        move(done, codec=codec, n_helpers=0)
 
 
 def test_late_words_are_ignored():

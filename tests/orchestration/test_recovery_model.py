@@ -26,7 +26,7 @@ APART = ([("a", 1), ("b", 1), ("h", 0), ("i", 0)],
 TOGETHER = ([("a", 1), ("a", 2), ("a", 0), ("a", 0)],
             [("a", 1), ("a", 1), ("b", 1), ("a", 0), ("c", 0)],
             [("a", 2), ("b", 1), ("a", 0), ("b", 0)])
-#: Why a job may end all the same: nodes of one host cannot lend each other results, or write where the others read.
+#: Why a job may end all the same: nodes of one host cannot send each other results, or write where the others read.
 IN_VAIN = ("cannot reach nodes", "nobody can go on with partition")
 
 
@@ -261,7 +261,7 @@ class World(RuleBasedStateMachine):
             for node in self.nodes:
                 for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
                     assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
-            roster, losses = self.table.job._roster, self.table.job._losses
+            roster, losses = self.table.job.roster, self.table.job._losses
             assert losses.recovery is None and not losses._owed
             waiting = [index for index in roster.joining if self.nodes[index].alive]
             assert not waiting, f"nodes {waiting} were never taken in"
@@ -275,7 +275,7 @@ TestWorld.settings = settings(max_examples=200, stateful_step_count=30, deadline
 @pytest.mark.parametrize("helper", range(3))
 @pytest.mark.parametrize("worker", range(3))
 def test_who_still_awaits_a_lent_result_gets_it_though_a_helper_comes_at_once(worker, helper):
-    """The heir of a lost helper never had that result to send: it cannot promise it when it gives up."""
+    """The new owner of a lost helper's parts never had that result to send: it cannot promise it when it gives up."""
     world = World()
     world.start(shape=APART[2], policy="ps", first_round=0)
     world.declare()
@@ -285,7 +285,7 @@ def test_who_still_awaits_a_lent_result_gets_it_though_a_helper_comes_at_once(wo
     world.die(number=helper, at_once=True)
     world.go_on(Random(helper))
     generations = world.table.job._generations
-    assert worker in [index for each in generations.lent.values() for index in each.lacking]
+    assert worker in [index for each in generations.unfinished.values() for index in each.lacking]
     world.come(host="x", seed=helper, n_steps=10_000)
     world.release()
     world.teardown()

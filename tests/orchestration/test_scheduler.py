@@ -152,7 +152,7 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     here.send(m.FinishAck())
     here.membership.close()
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -171,11 +171,11 @@ def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it
     node.send(left)
     control_log.said(left)
     node.poller.poll(1000 * LIMIT_S)  # the last word is there, and nobody reads it
-    until(lambda: scheduler._job.finished)
+    until(lambda: scheduler._state.job.finished)
     node.membership.close()
     until(lambda: scheduler._handshake_limiter.n_known == 0)
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -362,7 +362,7 @@ def test_a_gathering_job_that_waits_for_ranks_of_a_newer_version_is_told_at_once
     first, node = start.node(scheduler.port), start.node(scheduler.port)
     first.send(join("first", index=0))
     first.send(m.Heartbeat(sequence=1))
-    until(lambda: scheduler._job.job.joins)
+    until(lambda: scheduler._state.job.joins)
     node.membership.sockets[0].send(msgspec.msgpack.encode({"type": "Join", "version": 77, "ranks": [1], "pid": "x"}))
     assert node.wait(m.Refuse).reason == first.wait(m.Abort).reason
     assert exit_code() == 1
@@ -438,7 +438,7 @@ def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
         assert alive.wait(m.ProbeRequest) == m.ProbeRequest(node=1)
         alive.send(m.ProbeResult(node=1, outcome="silent"))
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     alive.wait(m.RejoinRequest)
     assert not scheduler.aborted

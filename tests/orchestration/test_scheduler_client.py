@@ -18,7 +18,7 @@ KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_MS = 20_000
 
 
-class Puppet:
+class FakeScheduler:
     """A scheduler's socket whose every word is the test's."""
 
     def __init__(self):
@@ -45,16 +45,16 @@ class Puppet:
 
 
 @pytest.fixture
-def puppet():
-    puppet = Puppet()
-    yield puppet
-    if not puppet.router.closed:
-        puppet.close()
+def fake():
+    fake = FakeScheduler()
+    yield fake
+    if not fake.router.closed:
+        fake.close()
 
 
 @pytest.fixture
-def membership(puppet):
-    membership = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0,
+def membership(fake):
+    membership = SchedulerClient("127.0.0.1", fake.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0,
                                  start_timeout_s=60.0)
     yield membership
     membership.close(0)
@@ -75,26 +75,26 @@ def tick_until_dialled(membership, now):
         membership.recv_nowait(now)
 
 
-def test_heartbeats_are_sent_when_due_and_not_handed_on(puppet, membership):
+def test_heartbeats_are_sent_when_due_and_not_handed_on(fake, membership):
     for now in (0.5, 1.0, 1.5, 2.0):
         membership.tick(now)
-    assert [puppet.hear(), puppet.hear()] == [m.Heartbeat(sequence=1), m.Heartbeat(sequence=2)]
-    puppet.say(m.Heartbeat(sequence=1), m.BarrierDone(sequence=4))
+    assert [fake.hear(), fake.hear()] == [m.Heartbeat(sequence=1), m.Heartbeat(sequence=2)]
+    fake.say(m.Heartbeat(sequence=1), m.BarrierDone(sequence=4))
     received = receive(membership, 3.0)
     while not received:
         received = receive(membership, 3.0)
     assert received == [m.BarrierDone(sequence=4)]
-    assert not puppet.router.poll(0)
+    assert not fake.router.poll(0)
 
 
-def greeted(puppet, membership, now):
+def greeted(fake, membership, now):
     """The scheduler has spoken, at *now*; return who it has spoken to."""
     membership.send(m.Ready(generation=1))
-    while not isinstance(puppet.hear(), m.Ready):
+    while not isinstance(fake.hear(), m.Ready):
         pass
-    puppet.say(m.Heartbeat(sequence=1))
+    fake.say(m.Heartbeat(sequence=1))
     assert receive(membership, now) == []
-    return puppet.client
+    return fake.client
 
 
 def pass_time(membership, begin, end):
@@ -102,58 +102,58 @@ def pass_time(membership, begin, end):
     return [now for now in [begin + i / 4 for i in range(int((end - begin) * 4) + 1)] if membership.tick(now)]
 
 
-def test_after_half_a_lease_of_silence_another_connection_is_made(puppet, membership):
-    before = greeted(puppet, membership, 100.0)
+def test_after_half_a_lease_of_silence_another_connection_is_made(fake, membership):
+    before = greeted(fake, membership, 100.0)
     sockets = membership.sockets
     assert pass_time(membership, 100.0, 105.0) == [105.0]
     assert all(sock.closed for sock in sockets) and membership.sockets != sockets
     membership.send(m.Ready(generation=2))
-    while puppet.hear() != m.Ready(generation=2):
+    while fake.hear() != m.Ready(generation=2):
         pass
-    assert puppet.client != before, "nothing that is meant for the one is taken for the other's"
-    puppet.say(m.BarrierDone(sequence=1))
+    assert fake.client != before, "nothing that is meant for the one is taken for the other's"
+    fake.say(m.BarrierDone(sequence=1))
     assert receive(membership, 105.5) == [m.BarrierDone(sequence=1)]
     assert pass_time(membership, 105.5, 110.0) == []
 
 
-def test_connections_that_nobody_answers_are_made_anew_until_the_deadline(puppet, membership):
-    greeted(puppet, membership, 100.0)
+def test_connections_that_nobody_answers_are_made_anew_until_the_deadline(fake, membership):
+    greeted(fake, membership, 100.0)
     assert pass_time(membership, 100.0, 115.0) == [105.0, 107.5, 110.0, 112.5, 115.0]
-    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{puppet.port} is gone: it has been silent for 5.0 s .*"
+    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{fake.port} is gone: it has been silent for 5.0 s .*"
                                             r"none has answered there since, for 60.0 s \(start_timeout_s = 60\)"):
         pass_time(membership, 115.0, 160.0)
 
 
-def test_whoever_slept_blames_nobody(puppet, membership):
-    greeted(puppet, membership, 100.0)
+def test_whoever_slept_blames_nobody(fake, membership):
+    greeted(fake, membership, 100.0)
     assert not membership.tick(150.0)
     assert pass_time(membership, 150.0, 154.0) == []
     assert pass_time(membership, 154.0, 156.0) == [155.0]
 
 
-def test_silence_from_the_start_is_a_stall(puppet, membership):
+def test_silence_from_the_start_is_a_stall(fake, membership):
     membership.send(m.Ready(generation=1))
-    puppet.hear()
+    fake.hear()
     membership.tick(59.9)
     with pytest.raises(StallError, match=r"start_timeout_s = 60 s \(connected, but the scheduler never answered"):
         membership.tick(60.0)
 
 
-def test_a_connection_that_is_closed_is_made_anew_at_once(puppet, membership):
-    greeted(puppet, membership, 0.0)
-    puppet.router.unbind(puppet.router.last_endpoint)
-    puppet.close()
+def test_a_connection_that_is_closed_is_made_anew_at_once(fake, membership):
+    greeted(fake, membership, 0.0)
+    fake.router.unbind(fake.router.last_endpoint)
+    fake.close()
     tick_until_dialled(membership, 0.5)
     with pytest.raises(PeerLostError, match="the connection closed without a last message, and none has answered"):
         pass_time(membership, 0.5, 60.5)
 
 
 @pytest.mark.parametrize("word", [m.Abort(error="StallError", reason="x"), m.Finish(), m.Refuse(error="E", reason="x")])
-def test_a_last_word_is_read_before_the_loss_is_believed(puppet, membership, word):
+def test_a_last_word_is_read_before_the_loss_is_believed(fake, membership, word):
     membership.send(m.Ready(generation=1))
-    puppet.hear()
-    puppet.say(word)
-    puppet.close()
+    fake.hear()
+    fake.say(word)
+    fake.close()
     assert membership.sockets[1].poll(LIMIT_MS)
     membership.tick(5.0)
     assert receive(membership, 5.0) == [word]
@@ -161,10 +161,10 @@ def test_a_last_word_is_read_before_the_loss_is_believed(puppet, membership, wor
         membership.tick(now)
 
 
-def test_what_is_no_message_is_a_protocol_error(puppet, membership):
+def test_what_is_no_message_is_a_protocol_error(fake, membership):
     membership.send(m.Ready(generation=1))
-    puppet.hear()
-    puppet.router.send_multipart([puppet.client, b"rubbish"])
+    fake.hear()
+    fake.router.send_multipart([fake.client, b"rubbish"])
     with pytest.raises(ProtocolError, match="7 bytes from a scheduler"):
         receive(membership, 1.0)
 
@@ -174,36 +174,36 @@ def test_closing_twice_does_nothing(membership):
     membership.close(0)
 
 
-def test_heartbeats_ask_for_the_time_and_answers_say_how_far_the_clock_is_ahead(puppet):
-    asking = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, asks_time=True)
+def test_heartbeats_ask_for_the_time_and_answers_say_how_far_the_clock_is_ahead(fake):
+    asking = SchedulerClient("127.0.0.1", fake.port, KEY, now=0.0, asks_time=True)
     try:
         asking.tick(0.0)  # the first one is not waited for
         for _ in range(8):
-            heartbeat = puppet.hear()
+            heartbeat = fake.hear()
             assert 0 < heartbeat.sent_ns <= time.monotonic_ns()
-            puppet.say(m.Echo(sent_ns=heartbeat.sent_ns, there_ns=time.monotonic_ns() + 10**12))
+            fake.say(m.Echo(sent_ns=heartbeat.sent_ns, there_ns=time.monotonic_ns() + 10**12))
             assert receive(asking, 0.1) == []
-        assert asking.clock.n_samples == 8 and not puppet.router.poll(0)  # the next one comes with the next heartbeat
+        assert asking.clock.n_samples == 8 and not fake.router.poll(0)  # the next one comes with the next heartbeat
         (point,) = asking.clock.points
         assert abs(point.offset_ns - 10**12) <= point.uncertainty_ns < 20 * 10**9
         asking.tick(1.0)
-        assert puppet.hear().sequence == 9
+        assert fake.hear().sequence == 9
     finally:
         asking.close(0)
 
 
-def test_the_first_word_over_another_connection_is_a_short_one(puppet, membership):
+def test_the_first_word_over_another_connection_is_a_short_one(fake, membership):
     """Whoever says all at once before it is known would be cut off as a stranger."""
-    before = greeted(puppet, membership, 100.0)
+    before = greeted(fake, membership, 100.0)
     assert pass_time(membership, 100.0, 105.0) == [105.0]
     membership.send(m.Ready(generation=2))
     while True:
-        message = puppet.hear()
-        if puppet.client != before:
+        message = fake.hear()
+        if fake.client != before:
             break
     assert isinstance(message, m.Heartbeat)
     while isinstance(message, m.Heartbeat):  # a slow machine's is not the only one
-        message = puppet.hear()
+        message = fake.hear()
     assert message == m.Ready(generation=2)
 
 
@@ -241,16 +241,16 @@ def resolver(monkeypatch):
 
 
 @pytest.fixture
-def named(puppet, resolver):
+def named(fake, resolver):
     """The membership of a node that knows the scheduler by name; the resolver has not answered yet."""
     begin = time.monotonic()
-    made = SchedulerClient("scheduler.example", puppet.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0)
+    made = SchedulerClient("scheduler.example", fake.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0)
     assert time.monotonic() - begin < 5.0
     yield made
     made.close(0)
 
 
-def test_what_is_said_before_the_schedulers_name_is_resolved_goes_out_then(puppet, resolver, named):
+def test_what_is_said_before_the_schedulers_name_is_resolved_goes_out_then(fake, resolver, named):
     named.send(m.RankLeft(rank=7))
     begin = time.monotonic()
     for now in (0.1, 0.5):
@@ -258,9 +258,9 @@ def test_what_is_said_before_the_schedulers_name_is_resolved_goes_out_then(puppe
     assert time.monotonic() - begin < 5.0, "the resolver's thread waits, and nobody else"
     resolver.answer("127.0.0.1")
     until = time.monotonic() + LIMIT_MS / 1000
-    while not puppet.router.poll(10):
+    while not fake.router.poll(10):
         assert not named.tick(0.6) and time.monotonic() < until
-    assert puppet.hear() == m.RankLeft(rank=7)
+    assert fake.hear() == m.RankLeft(rank=7)
 
 
 def test_a_name_that_is_not_found_is_looked_up_again_and_named_in_the_end(resolver, named):
@@ -273,21 +273,21 @@ def test_a_name_that_is_not_found_is_looked_up_again_and_named_in_the_end(resolv
         named.tick(60.0)
 
 
-def test_during_an_outage_of_the_resolver_its_last_answer_counts(puppet, resolver, named):
+def test_during_an_outage_of_the_resolver_its_last_answer_counts(fake, resolver, named):
     resolver.answer("127.0.0.1")
     named.send(m.Heartbeat(sequence=1))
     until = time.monotonic() + LIMIT_MS / 1000
-    while not puppet.router.poll(10):
+    while not fake.router.poll(10):
         assert not named.tick(0.2) and time.monotonic() < until
-    puppet.hear()
-    puppet.say(m.BarrierDone(sequence=1))
+    fake.hear()
+    fake.say(m.BarrierDone(sequence=1))
     assert receive(named, 0.3)
     resolver.answer(None)
     assert [named.tick(0.5 * i) for i in range(1, 12)] == [False] * 10 + [True], "silent for half of the lease"
-    assert isinstance(puppet.hear(), m.Heartbeat), "over another connection, while the resolver says nothing"
+    assert isinstance(fake.hear(), m.Heartbeat), "over another connection, while the resolver says nothing"
 
 
-def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(puppet, resolver, named):
+def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(fake, resolver, named):
     resolver.answer("127.0.0.2")  # nobody listens there
     until = time.monotonic() + LIMIT_MS / 1000
     while named._connected_to != "127.0.0.2":
@@ -296,7 +296,7 @@ def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(puppet, re
     while not named.tick(1.5):
         assert time.monotonic() < until
     named.send(m.RankLeft(rank=7))
-    assert isinstance(puppet.hear(), m.Heartbeat) and puppet.hear() == m.RankLeft(rank=7)
+    assert isinstance(fake.hear(), m.Heartbeat) and fake.hear() == m.RankLeft(rank=7)
 
 
 def test_a_name_with_several_addresses_is_not_dialled_anew_for_their_order(resolver, named):

@@ -32,7 +32,7 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
 @pytest.mark.parametrize("n_read", range(4))
 def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
     """H gives up one that was not answered in time; *n_read* of its messages are read before the later one's."""
-    account = [m.Heartbeat(sequence=1), *court.control_logs["H"].account()]
+    report = [m.Heartbeat(sequence=1), *court.control_logs["H"].report()]
     court.hang_up("H")
     earlier, later = court.hang_up("H"), court.over["H"]
     court.dial("B")
@@ -42,12 +42,12 @@ def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
         for message in messages:
             court.post(court.scheduler_state.receive(court.now, sender, message))
 
-    receive(earlier, *account[:n_read])
-    receive(later, *account)
-    receive(earlier, *account[n_read:])
+    receive(earlier, *report[:n_read])
+    receive(later, *report)
+    receive(earlier, *report[n_read:])
     court.read("C")  # all have told
     court.post(court.scheduler_state.unreachable(court.now, earlier))
-    assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.lost and not court.got("A", m.Freeze)
+    assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.roster.lost and not court.got("A", m.Freeze)
 
 
 def test_a_commit_that_one_has_read_is_everybodys(court):
@@ -59,7 +59,7 @@ def test_a_commit_that_one_has_read_is_everybodys(court):
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
     court.read(*NODES)
-    told = {tuple(unit.unit for kept in control_log.account()
+    told = {tuple(unit.unit for kept in control_log.report()
                   if isinstance(kept, m.CommittedUnits) for unit in kept.units)
             for control_log in court.control_logs.values()}
     assert len(told) == 1
@@ -103,10 +103,10 @@ def test_what_others_have_given_back_is_so_by_who_has_missed_its_commit_too(cour
 def test_what_several_have_seen_of_a_store_is_put_together(court):
     told = {"A": ((7, (0, 1)),), "B": ((7, (2,)),), "C": ()}
     for name, gone in told.items():
-        account = court.control_logs[name].account
-        court.control_logs[name].account = lambda *number, account=account, gone=gone: [
+        report = court.control_logs[name].report
+        court.control_logs[name].report = lambda *number, report=report, gone=gone: [
             msgspec.structs.replace(each, gone_from=gone) if isinstance(each, m.Rejoin) else each
-            for each in account(*number)]
+            for each in report(*number)]
     seen = {}
     resume = Generations.resume
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_a_helper_that_does_not_come_back_is_lost_and_a_node_with_ranks_ends_the
     assert court.kinds("H") == [m.Abort] and court.got("H", m.Abort)[0].goes_on
     court.lose_scheduler("A", "B", "H")
     court.tick(20.0, "ABH")
-    assert court.scheduler_state.aborted.error == "PeerLostError"
+    assert court.scheduler_state.job.aborted.error == "PeerLostError"
     assert "node 2 (host c, rank 4) did not come back within lease_s = 10 s" in court.got("A", m.Abort)[0].reason
 
 
@@ -161,7 +161,7 @@ def test_without_a_majority_nothing_is_decided_until_the_deadline(court):
     court.tick(59.0, "AH")
     assert not court.kinds("A") and not court.scheduler_state.over
     court.tick(60.0, "AH")
-    assert court.scheduler_state.aborted.error == "StallError"
+    assert court.scheduler_state.job.aborted.error == "StallError"
     assert "missing node 1 (host b, ranks 2, 3); node 2 (host c, rank 4)" in court.got("A", m.Abort)[0].reason
 
 
@@ -193,8 +193,9 @@ def test_who_has_closed_its_connection_and_does_not_come_back_within_the_lease_i
     court.tick(9.5, "ABH")
     assert not court.scheduler_state.over
     court.tick(10.0, "ABH")
-    assert court.scheduler_state.aborted.error == "PeerLostError"
-    assert "node 2 (host c, rank 4) has been silent for 10.0 s (lease_s = 10)" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.job.aborted.error == "PeerLostError"
+    reason = court.scheduler_state.job.aborted.reason
+    assert "node 2 (host c, rank 4) has been silent for 10.0 s (lease_s = 10)" in reason
 
 
 def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(court):
@@ -207,8 +208,8 @@ def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(cou
     court.say("B", m.ProbeResult(node=2, outcome="refused"))
     assert not court.scheduler_state.over, "a firewall that is just reloaded does both"
     court.tick(2.0, "ABH")
-    assert court.scheduler_state.aborted.error == "PeerLostError"
-    assert "closed its connection" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.job.aborted.error == "PeerLostError"
+    assert "closed its connection" in court.scheduler_state.job.aborted.reason
 
 
 def test_who_answers_now_and_then_is_not_dead(court):
@@ -258,7 +259,7 @@ def test_who_is_cut_off_from_the_scheduler_alone_has_as_long_as_all_have_when_it
     assert ["has been silent for 10.0 s (lease_s = 10), but other nodes reach it" in remark
             for remark in court.scheduler_state.take_remarks()] == [True]
     visits(court, 60.0, "ABH")
-    assert "node 2 (host c, rank 4) has been silent for 60.0 s" in court.scheduler_state.aborted.reason
+    assert "node 2 (host c, rank 4) has been silent for 60.0 s" in court.scheduler_state.job.aborted.reason
 
 
 def test_who_is_cut_off_from_the_scheduler_alone_comes_back(court):
@@ -274,7 +275,8 @@ def test_the_lease_counts_from_the_last_sign_of_life_from_anyone(court, outcome)
     visits(court, 29.0, "ABH", outcome)
     assert not court.scheduler_state.over
     visits(court, 30.0, "ABH", outcome)
-    assert court.scheduler_state.aborted.error == "PeerLostError" and "node 2" in court.scheduler_state.aborted.reason
+    aborted = court.scheduler_state.job.aborted
+    assert aborted.error == "PeerLostError" and "node 2" in aborted.reason
 
 
 def test_a_scheduler_that_hears_no_majority_decides_nothing_whoever_is_vouched_for(court):
@@ -309,12 +311,12 @@ def test_what_cannot_be_read_while_a_job_is_rebuilt_costs_as_much_as_at_any_time
 
 @pytest.mark.parametrize("states", ["running", "rebuilding", "over"])
 def test_a_rejoin_or_join_of_another_version_recalls_nobody(court, states):
-    account = next(court.control_logs["A"].account())
+    report = next(court.control_logs["A"].report())
     if states == "rebuilding":
         court.lose_scheduler("A", "B")
     if states == "over":
         court.post(court.scheduler_state.abort(ProtocolError("over")))
-    for sender, message in ((b"Y", msgspec.structs.replace(account, version=1, index=1)),
+    for sender, message in ((b"Y", msgspec.structs.replace(report, version=1, index=1)),
                             (b"X", join("x", 1, version=1))):
         court.post(court.scheduler_state.receive(court.now, sender, message))
         assert [type(said) for said in court.inbox[sender]] == [m.Abort if states == "over" else m.Refuse]
@@ -342,7 +344,7 @@ def test_nodes_that_were_never_welcomed_are_known_by_their_address(court):
 
 
 def test_nodes_of_another_job_are_refused(court):
-    stranger = next(court.control_logs["A"].account())
+    stranger = next(court.control_logs["A"].report())
     court.post(court.scheduler_state.receive(0.0, b"Z", msgspec.structs.replace(stranger, job="another")))
     assert [message.error for message in court.inbox[b"Z"]] == ["PeerLostError"]
     assert not court.kinds("A")
@@ -359,22 +361,22 @@ def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court
         court.say(name, *(m.RankLeft(rank=rank) for rank in RANKS[name]))
     court.control_logs["A"].record_peer_left(2)
     court.lose_scheduler("A")
-    assert not court.scheduler_state.finished
+    assert not court.scheduler_state.job.finished
     court.dial("B")
-    assert court.scheduler_state.finished and court.kinds("A") == court.kinds("B") == [m.Finish]
+    assert court.scheduler_state.job.finished and court.kinds("A") == court.kinds("B") == [m.Finish]
     court.dial("H")
     assert court.kinds("H") == [m.Finish]
 
 
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
-    accounts = {name: list(control_log.account()) for name, control_log in court.control_logs.items()}
-    accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.RejoinComplete()]
+    reports = {name: list(control_log.report()) for name, control_log in court.control_logs.items()}
+    reports["B"] = [msgspec.structs.replace(reports["B"][0], committed=0, n_units=0), m.RejoinComplete()]
     court.scheduler_state = SchedulerState(court.settings, 0.0)
-    for name, said in accounts.items():
+    for name, said in reports.items():
         for message in said:
             court.post(court.scheduler_state.receive(0.0, court.over[name], message))
-    assert court.scheduler_state.aborted.error == "ProtocolError"
-    assert "is not prepared for 1" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.job.aborted.error == "ProtocolError"
+    assert "is not prepared for 1" in court.scheduler_state.job.aborted.reason
 
 
 def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
@@ -400,4 +402,4 @@ def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(c
         court.scheduler_state.tick(court.now + later)
         assert not court.scheduler_state.over
     court.scheduler_state.tick(court.now + 4.3)
-    assert court.scheduler_state.aborted.error == "PeerLostError"
+    assert court.scheduler_state.job.aborted.error == "PeerLostError"

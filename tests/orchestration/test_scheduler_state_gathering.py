@@ -35,7 +35,7 @@ def test_a_node_left_over_from_an_earlier_job_is_refused_by_one_that_gathers(cou
     assert gather(court, *"ABCH"[n_before:]) == set("ABCH"[n_before:])
     (refuse,) = court.got("A", m.Refuse)
     assert refuse.error == "PeerLostError" and "another job gathers, of which the node on host new A" in refuse.reason
-    assert court.scheduler_state.job.admitted and [node.host for node in court.scheduler_state.job._roster.nodes] == [
+    assert court.scheduler_state.job.admitted and [node.host for node in court.scheduler_state.job.roster.nodes] == [
         "new A", "new B", "new C", "new H"]
     court.dial("B")
     assert court.kinds("B")[0] is m.Refuse and not court.scheduler_state.over, "so are those that come later"
@@ -120,7 +120,7 @@ def test_who_closes_its_connection_while_a_job_gathers_has_its_lease_to_come_bac
         now += 0.2
         scheduler_state.receive(now, b"B", m.Heartbeat(sequence=1))
         scheduler_state.tick(now)
-    assert now >= SETTINGS.lease_s and "host a" in scheduler_state.aborted.reason
+    assert now >= SETTINGS.lease_s and "host a" in scheduler_state.job.aborted.reason
 
 
 @pytest.mark.parametrize("names", ["C", "H", "ABCH"], ids=str)
@@ -135,7 +135,7 @@ def test_who_dials_anew_before_it_has_read_its_welcome_keeps_its_seat(names):
         assert court.kinds(name) == [m.Welcome, m.Resume]
         assert court.got(name, m.Welcome)[0].index == "ABCH".index(name)
     court.read(*NODES)
-    assert len(court.scheduler_state.job.nodes) == 4 and court.scheduler_state.job.name == "this job"
+    assert len(court.scheduler_state.job.roster.nodes) == 4 and court.scheduler_state.job.name == "this job"
     court.declare(spec("w"))
     assert court.read(*NODES)["A"] and not court.scheduler_state.over
     court.tick(5.0, NODES)
@@ -148,4 +148,4 @@ def test_a_scheduler_that_has_ended_while_it_rebuilt_stays_ended(court):
     court.post(court.scheduler_state.abort(PeerLostError("the scheduler got SIGTERM")))
     assert court.scheduler_state.over
     court.post(court.scheduler_state.unreachable(court.now, court.over["A"]))
-    assert court.scheduler_state.over and "SIGTERM" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.over and "SIGTERM" in court.scheduler_state.job.aborted.reason

@@ -162,16 +162,16 @@ def test_who_encrypts_and_who_does_not_both_hear_of_it(pair, encrypted):
 def test_nobody_on_the_way_can_talk_both_out_of_encrypting(pair):
     """The man in the middle says that neither wants it: that is in neither's proof."""
     dialler, middle = pair
-    far, acceptor = socket.socketpair()
-    with far, acceptor:
+    dialler_end, acceptor = socket.socketpair()
+    with dialler_end, acceptor:
         accepting = Side(handshake_as_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
         dialling = Side(handshake_as_dialer, dialler, KEY, "data", msgspec.structs.replace(HELLO, encrypted=True), 10)
-        middle.sendall(read(far, 40))
+        middle.sendall(read(dialler_end, 40))
         nonce = read(middle, 40)
         hello = read(middle, struct.unpack("<H", read(middle, 2))[0])
         stripped = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, encrypted=False))
         assert hello != stripped
-        far.sendall(nonce + struct.pack("<H", len(stripped)) + stripped + read(middle, 32))
+        dialler_end.sendall(nonce + struct.pack("<H", len(stripped)) + stripped + read(middle, 32))
         with pytest.raises(MismatchError, match="does not have this job's key"):
             accepting.end()
         middle.close()
@@ -200,14 +200,14 @@ def test_an_acceptor_without_the_key_is_refused_by_the_dialler(pair):
 
 def test_a_recorded_handshake_cannot_be_replayed(pair):
     dialler, middle = pair
-    far, acceptor = socket.socketpair()
-    with far, acceptor:
+    dialler_end, acceptor = socket.socketpair()
+    with dialler_end, acceptor:
         accepting = Side(plain_handshake_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
         dialling = Side(plain_handshake_dialer, dialler, KEY, "data", HELLO, 10)
-        middle.sendall(read(far, 40))
+        middle.sendall(read(dialler_end, 40))
         record = read(middle, 42)
         record += read(middle, struct.unpack("<H", record[-2:])[0] + 32)
-        far.sendall(record)
+        dialler_end.sendall(record)
         accepting.end()
         again, second = socket.socketpair()
         with again, second:

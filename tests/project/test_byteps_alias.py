@@ -1,4 +1,4 @@
-"""`import byteps.torch` imports bpsfast.torch if that is enabled; nothing else of bpsfast has that name."""
+"""Tests that `import byteps.torch` finds bpsfast.torch where the alias is installed, and no other module of ours."""
 from __future__ import annotations
 
 import subprocess

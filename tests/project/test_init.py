@@ -1,4 +1,4 @@
-"""The package itself: its names, the cost of importing it, and a tree that was not built."""
+"""Tests the package's public names, the cost of importing it, and a tree that was not built."""
 from __future__ import annotations
 
 import os
@@ -64,11 +64,11 @@ def given():
 
 for number in range(2):
     bpsfast.init()
-    print(given(), process.current().place.job_key.hex(), flush=True)
+    print(given(), process.current().role.job_key.hex(), flush=True)
     child = os.fork() if "RANK" not in os.environ else os.getpid()
     if child == 0:
         bpsfast.init()
-        print(given(), process.current().place.job_key.hex(), flush=True)
+        print(given(), process.current().role.job_key.hex(), flush=True)
         bpsfast.shutdown()
         os._exit(0)
     if child != os.getpid():

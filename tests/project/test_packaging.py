@@ -1,4 +1,4 @@
-"""Builds from a clean tree: an sdist, a wheel from the sdist, and an installation that works in any folder."""
+"""Tests what is built from a clean tree: sdist, wheel from the sdist, an install that works from any folder."""
 from __future__ import annotations
 
 import configparser

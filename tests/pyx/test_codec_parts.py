@@ -142,19 +142,19 @@ def busy(engine_node):
 def test_a_result_that_a_loss_overtakes_is_decoded_if_no_other_copy_comes(coded, is_lent):
     """What a keeper has lent comes once; what the lost owner has sent is dropped for what a keeper sends."""
     v = coded.engine_node
-    keeper, heir = v.engine.add_wire_peer(), v.engine.add_wire_peer()
+    keeper, new_owner = v.engine.add_wire_peer(), v.engine.add_wire_peer()
     v.ports[0].submit(1, 1, 1, 0, PART)
     nbytes = v.engine.events(10)[0][-1]
     if is_lent:
         v.engine.freeze(5)
         v.engine.detach(coded.peer)
-        v.engine.follow(1, heir, 1, keeper)
+        v.engine.follow(1, new_owner, 1, keeper)
         v.engine.commit(v.engine.generation + 1, range(4))
     with busy(v):
         coded.place(7, nbytes)[:] = frame = coded.place(5, nbytes)
         v.engine.arrived(keeper if is_lent else coded.peer, 1, 1, 0)
     assert v.engine.progress(1) == (1, 0)
-    v.engine.detach(heir if is_lent else coded.peer)
+    v.engine.detach(new_owner if is_lent else coded.peer)
     v.engine.follow(1, keeper, 1, keeper)
     v.engine.commit(v.engine.generation + 1, range(4))
     if not is_lent:

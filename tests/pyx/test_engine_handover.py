@@ -14,11 +14,11 @@ from tests.support.engine_node import PART, N
 
 
 class Giver:
-    """A engine_node that owns part 0, to which the node `peer` adds; `heir` and `third` are nodes that come into it."""
+    """An engine that owns part 0, to which the node `peer` adds; `new_owner` and `third` are nodes that join later."""
 
     def __init__(self, v, **owned):
         self.v, self.engine = v, v.engine
-        self.peer, self.heir, self.third = (self.engine.add_wire_peer() for _ in range(3))
+        self.peer, self.new_owner, self.third = (self.engine.add_wire_peer() for _ in range(3))
         self.slot, self.partial = Segment(PART), Segment(PART)
         v.own(0, before=[(self.peer, self.slot.address)], to_wire=True, **owned)
         v.commit()
@@ -37,7 +37,7 @@ class Giver:
 
     def become_member(self, kept_round):
         self.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
-                               local=self.v.ranks, owner=self.heir, partial=(self.partial.address, 3, 64),
+                               local=self.v.ranks, owner=self.new_owner, partial=(self.partial.address, 3, 64),
                                kept_round=kept_round)
 
     def commit(self):
@@ -55,17 +55,17 @@ def test_what_ranks_here_have_pushed_goes_to_the_heir(giver, n_ranks):
     g.round(1)
     g.push(2)
     g.engine.freeze(5)
-    g.engine.arrived(g.peer, 0, 2, 0)  # the peer sends that to the heir as well
+    g.engine.arrived(g.peer, 0, 2, 0)  # the peer sends that to the new_owner as well
     g.become_member(1)
     assert g.engine.progress(0) == (1, 1)
     g.commit()
     (event,) = g.engine.events(10)
     address = g.v.inputs[0].address if n_ranks == 1 else g.partial.address
-    assert event == (native.EVENT_FORWARD, g.heir, 0, 2, 0, address, PART)
+    assert event == (native.EVENT_FORWARD, g.new_owner, 0, 2, 0, address, PART)
     if n_ranks == 2:
         assert (np.frombuffer(g.partial, np.float32) == 2 + 12).all()
     assert g.engine.counters()["stale"] == 1
-    g.engine.arrived(g.heir, 0, 2, 0)
+    g.engine.arrived(g.new_owner, 0, 2, 0)
     assert all(port.wait(0, 1, 2, 10) == DONE for port in g.v.ports)
 
 
@@ -78,7 +78,7 @@ def test_what_some_ranks_have_pushed_waits_for_the_others(giver):
     g.commit()
     assert g.engine.events(0.05) == []
     g.push(2, only=[0])
-    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.heir, 0, 2)
+    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.new_owner, 0, 2)
 
 
 def test_an_input_that_was_on_its_way_is_dropped_once_it_comes(giver):
@@ -98,15 +98,15 @@ def test_an_input_that_was_on_its_way_is_dropped_once_it_comes(giver):
 
 
 def test_a_result_that_is_lent_in_the_round_after_it_was_given_up_counts(giver):
-    """The heir is lost when others have it: nobody takes it for an input that comes late."""
+    """The new_owner is lost when others have it: nobody takes it for an input that comes late."""
     g = giver()
     g.engine.freeze(5)
     g.become_member(0)
     g.commit()
     g.push(1)
-    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.heir, 0, 1)
+    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.new_owner, 0, 1)
     g.engine.freeze(5)
-    g.engine.detach(g.heir)
+    g.engine.detach(g.new_owner)
     g.engine.follow(0, g.third, 1, g.peer)
     g.commit()
     g.engine.arrived(g.peer, 0, 1, 0)
@@ -120,9 +120,9 @@ def test_it_may_own_the_part_again(giver):
     g.become_member(1)
     g.commit()
     g.push(2)
-    assert g.engine.events(10)[0][1] == g.heir
+    assert g.engine.events(10)[0][1] == g.new_owner
     g.engine.freeze(5)
-    g.engine.detach(g.heir)
+    g.engine.detach(g.new_owner)
     g.v.own(0, before=[(g.peer, g.slot.address)], to_wire=True, kept_round=1)
     g.commit()
     g.engine.arrived(g.peer, 0, 2, 0)
@@ -169,7 +169,7 @@ def test_an_owner_was_told_of_inputs_that_count_or_are_kept_for_the_commit(giver
     for act in [g.engine.freeze, lambda _: g.engine.arrived(g.peer, 0, 2, 0)][:: 1 if is_frozen_before else -1]:
         act(5)
     assert g.engine.was_told(0, g.peer, 2) and not g.engine.was_told(0, g.peer, 3)
-    assert not g.engine.was_told(0, g.heir, 2) and not g.engine.was_told(1, g.peer, 2)
+    assert not g.engine.was_told(0, g.new_owner, 2) and not g.engine.was_told(1, g.peer, 2)
     g.engine.give_up(0, 1)
     g.commit()
     assert not g.engine.was_told(0, g.peer, 2), "it was dropped"
@@ -183,10 +183,10 @@ def test_a_member_was_told_of_a_result_that_is_complete_or_kept_for_the_commit(g
     g.become_member(1)
     g.commit()
     g.push(2)
-    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.heir, 0, 2)
-    assert not g.engine.was_told(0, g.heir, 2)
-    for act in [g.engine.freeze, lambda _: g.engine.arrived(g.heir, 0, 2, 0)][:: 1 if is_frozen_before else -1]:
+    assert g.engine.events(10)[0][:4] == (native.EVENT_FORWARD, g.new_owner, 0, 2)
+    assert not g.engine.was_told(0, g.new_owner, 2)
+    for act in [g.engine.freeze, lambda _: g.engine.arrived(g.new_owner, 0, 2, 0)][:: 1 if is_frozen_before else -1]:
         act(5)
-    assert g.engine.was_told(0, g.heir, 2) and not g.engine.was_told(0, g.heir, 3)
+    assert g.engine.was_told(0, g.new_owner, 2) and not g.engine.was_told(0, g.new_owner, 3)
     g.commit()
     assert g.v.ports[0].wait(0, 1, 2, 10) == DONE

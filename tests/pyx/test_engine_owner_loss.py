@@ -17,7 +17,7 @@ from tests.support.engine_node import PART, N
 LAST = (1 << 32) - 1
 
 
-class Heirs:
+class NewOwners:
     """A engine_node with a member's part 0, whose owner is `lost`; `peer` and `other` are nodes that are left."""
 
     def __init__(self, v):
@@ -61,22 +61,22 @@ class Heirs:
 
 
 @pytest.fixture
-def heirs(engine_node):
-    return lambda n_ranks=1: Heirs(engine_node(n_ranks=n_ranks, n_parts=2))
+def new_owners(engine_node):
+    return lambda n_ranks=1: NewOwners(engine_node(n_ranks=n_ranks, n_parts=2))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
 
-def test_only_a_frozen_engine_changes_owners(heirs):
-    h = heirs()
+def test_only_a_frozen_engine_changes_owners(new_owners):
+    h = new_owners()
     for call in (lambda: h.engine.detach(h.lost), lambda: h.engine.follow(0, h.peer, 0), lambda: h.own(0)):
         with pytest.raises(ValueError, match="only a frozen engine changes owners"):
             call()
     h.round(1)  # and nothing has changed
 
 
-def test_another_round_or_part_is_refused_and_changes_nothing(heirs):
-    h = heirs()
+def test_another_round_or_part_is_refused_and_changes_nothing(new_owners):
+    h = new_owners()
     h.round(1)
     h.freeze()
     for kept in (2, LAST, 3):  # it has passed on round 1: 0 or 1 are possible
@@ -100,8 +100,8 @@ def test_another_round_or_part_is_refused_and_changes_nothing(heirs):
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_member_passes_on_again_what_nobody_has(heirs, n_ranks, empty):
-    h = heirs(n_ranks)
+def test_a_member_passes_on_again_what_nobody_has(new_owners, n_ranks, empty):
+    h = new_owners(n_ranks)
     h.round(1)
     first = h.passed_on(2, empty=empty)
     assert first[:4] == (native.EVENT_FORWARD, h.lost, 0, 2)
@@ -118,8 +118,8 @@ def test_a_member_passes_on_again_what_nobody_has(heirs, n_ranks, empty):
     assert h.passed_on(3)[1] == h.peer
 
 
-def test_what_was_not_passed_on_is_not_passed_on_again(heirs):
-    h = heirs(2)
+def test_what_was_not_passed_on_is_not_passed_on_again(new_owners):
+    h = new_owners(2)
     h.round(1)
     h.push(2, ranks=[0])
     h.freeze()
@@ -136,7 +136,7 @@ def test_to_a_node_of_this_host_it_is_announced_again(engine_node):
     there, back = Segment(ring.PEER_LANE_NBYTES, populate=False), Segment(ring.PEER_LANE_NBYTES, populate=False)
     ring.format_lane(there)
     ring.format_lane(back)
-    h = Heirs(v)
+    h = NewOwners(v)
     peer = h.engine.add_shm_peer(back, there, near.bell)
     h.passed_on(1)
     h.freeze()
@@ -150,8 +150,8 @@ def test_to_a_node_of_this_host_it_is_announced_again(engine_node):
 
 # -- the round that is kept ---------------------------------------------------------------------------------------
 
-def test_a_result_that_is_in_place_is_announced_at_once(heirs):
-    h = heirs()
+def test_a_result_that_is_in_place_is_announced_at_once(new_owners):
+    h = new_owners()
     h.passed_on(1)
     h.freeze()
     h.engine.follow(0, h.peer, 1)
@@ -162,8 +162,8 @@ def test_a_result_that_is_in_place_is_announced_at_once(heirs):
 
 
 @pytest.mark.parametrize("keeper_owns", [False, True])
-def test_a_result_that_is_lent_counts_when_it_has_come(heirs, keeper_owns):
-    h = heirs()
+def test_a_result_that_is_lent_counts_when_it_has_come(new_owners, keeper_owns):
+    h = new_owners()
     h.passed_on(1)
     h.freeze()
     keeper = h.peer if keeper_owns else h.other
@@ -179,8 +179,8 @@ def test_a_result_that_is_lent_counts_when_it_has_come(heirs, keeper_owns):
     assert h.v.ports[0].wait(0, 1, 2, 10) == DONE
 
 
-def test_nobody_but_the_keeper_can_lend(heirs):
-    h = heirs()
+def test_nobody_but_the_keeper_can_lend(new_owners):
+    h = new_owners()
     h.passed_on(1)
     h.freeze()
     h.engine.follow(0, h.peer, 1, h.other)
@@ -194,9 +194,9 @@ def test_nobody_but_the_keeper_can_lend(heirs):
     assert h.v.ports[0].wait(0, 1, 1, 10) == DONE
 
 
-def test_a_loan_may_be_expected_once_more_after_a_second_loss(heirs):
+def test_a_loan_may_be_expected_once_more_after_a_second_loss(new_owners):
     """It came while the engine was frozen again, and counts as if it came after the second commit."""
-    h = heirs()
+    h = new_owners()
     h.passed_on(1)
     h.freeze()
     h.engine.follow(0, h.peer, 1, h.other)
@@ -213,8 +213,8 @@ def test_a_loan_may_be_expected_once_more_after_a_second_loss(heirs):
 # -- a member, or nobody, becomes the owner -----------------------------------------------------------------------
 
 @pytest.mark.parametrize("was_passed_on", [False, True])
-def test_a_member_owns_with_the_inputs_that_it_has(heirs, was_passed_on):
-    h = heirs(2)
+def test_a_member_owns_with_the_inputs_that_it_has(new_owners, was_passed_on):
+    h = new_owners(2)
     h.round(1)
     if was_passed_on:
         h.passed_on(2)
@@ -233,8 +233,8 @@ def test_a_member_owns_with_the_inputs_that_it_has(heirs, was_passed_on):
     assert h.engine.events(0.02) == [], "nobody is to get it over a wire"
 
 
-def test_a_member_that_lacks_nobody_sums_at_the_commit(heirs):
-    h = heirs()
+def test_a_member_that_lacks_nobody_sums_at_the_commit(new_owners):
+    h = new_owners()
     h.passed_on(1)
     h.freeze()
     h.own(0, to_wire=True)
@@ -244,8 +244,8 @@ def test_a_member_that_lacks_nobody_sums_at_the_commit(heirs):
 
 
 @pytest.mark.parametrize("kept", [0, 7, LAST - 1, LAST])
-def test_who_had_nothing_to_do_with_a_part_owns_it_from_any_round_on(heirs, kept):
-    h = heirs()
+def test_who_had_nothing_to_do_with_a_part_owns_it_from_any_round_on(new_owners, kept):
+    h = new_owners()
     h.freeze()
     h.v.own(1, local=[], before=[(h.peer, h.slots.address)], to_wire=True, kept_round=kept)
     assert h.engine.progress(1) == (kept, kept)
@@ -260,9 +260,9 @@ def test_who_had_nothing_to_do_with_a_part_owns_it_from_any_round_on(heirs, kept
 
 # -- what comes while it is frozen --------------------------------------------------------------------------------
 
-def test_what_arrives_while_frozen_is_taken_in_at_the_commit(heirs):
+def test_what_arrives_while_frozen_is_taken_in_at_the_commit(new_owners):
     """A peer that has committed before writes for a part that is not ours yet."""
-    h = heirs()
+    h = new_owners()
     h.passed_on(1)
     h.engine.freeze(5)
     h.slot(0)[:] = 4
@@ -275,8 +275,8 @@ def test_what_arrives_while_frozen_is_taken_in_at_the_commit(heirs):
     assert (h.v.output(1)[0] == 5).all() and h.engine.counters()["stale"] == 0
 
 
-def test_what_a_detached_source_has_sent_is_dropped(heirs):
-    h = heirs()
+def test_what_a_detached_source_has_sent_is_dropped(new_owners):
+    h = new_owners()
     h.passed_on(1)
     h.engine.freeze(5)
     h.engine.arrived(h.lost, 0, 1, 0)
@@ -289,8 +289,8 @@ def test_what_a_detached_source_has_sent_is_dropped(heirs):
     assert again[:4] == (native.EVENT_FORWARD, h.peer, 0, 1) and not h.v.ports[0].done(0, 1, 1)
 
 
-def test_more_arrivals_than_there_was_room_for_are_kept(heirs):
-    h = heirs()
+def test_more_arrivals_than_there_was_room_for_are_kept(new_owners):
+    h = new_owners()
     h.round(1)
     h.freeze()
     for _ in range(1000):
@@ -302,8 +302,8 @@ def test_more_arrivals_than_there_was_room_for_are_kept(heirs):
     assert h.v.ports[0].done(0, 1, 1)
 
 
-def test_ranks_are_heard_after_the_commit(heirs):
-    h = heirs()
+def test_ranks_are_heard_after_the_commit(new_owners):
+    h = new_owners()
     h.freeze()
     h.push(1)
     assert h.engine.events(0.05) == [] and h.engine.progress(0) == (0, 0)

@@ -87,9 +87,9 @@ def test_links_of_one_node_share_its_paces():
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_helper_keeps_to_its_limit_in_both_directions():
     limit_bits, nbytes, n_steps = 80e6, 2 << 20, 3
-    with Cluster(["node0", "node1", "helper0"]) as cluster, ContestantLauncher(2, 2, cluster) as hall:
+    with Cluster(["node0", "node1", "helper0"]) as cluster, ContestantLauncher(2, 2, cluster) as launcher:
         own = {"helper0": {"BPSFAST_NIC_LIMIT": str(limit_bits / 1e9)}}  # idle time alone may not even start it
-        group = hall.bpsfast(n_helpers=1, more=own, placement="ps", transport="tcp", partition_bytes=128 << 10)
+        group = launcher.bpsfast(n_helpers=1, more=own, placement="ps", transport="tcp", partition_bytes=128 << 10)
         group.measure("numpy", nbytes, 0, 1)  # it checks its sums, once
         helper = cluster["helper0"]
         before, begin = helper.traffic(), time.monotonic()

@@ -12,7 +12,7 @@ from bpsfast.tools.simulator.network import Clock, Costs, Load, uniform
 from bpsfast.tools.simulator.partition_layout import full
 from bpsfast.tools.simulator.push_pull import Done, SimulatedPushPull
 from bpsfast.tools.simulator.simulation import Worker
-from bpsfast.tools.simulator.workload import Layer, PartitionedWorkload, Workload, cut, workload
+from bpsfast.tools.simulator.workload import Layer, PartitionedWorkload, Workload, partitioned, workload
 
 from .best_order import Chain, Op
 
@@ -51,7 +51,7 @@ def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, o
 def iteration_s(chain: Chain, part: int, links: Sequence[int], credit: int = 0, overhead: float = 0) -> float:
     """Return the iteration time of the queues without a barrier; *credit* in the links' bytes."""
     job = job_of(chain)
-    plan = cut(job, part * PAGE)
+    plan = partitioned(job, part * PAGE)
     clock = Clock()
     workers: list[Worker] = []
 
@@ -103,7 +103,7 @@ def graph_s(ops: Sequence[Op], sizes: Sequence[int]) -> float:
         sums.add(unit)
         look()
 
-    exchange = all_reduces(clock, cut(job, PAGE), done, 0)
+    exchange = all_reduces(clock, partitioned(job, PAGE), done, 0)
     for op in ops:
         clock.at(op.ready, look)
     clock.run()

@@ -26,29 +26,29 @@ KEY = secrets.token_bytes(32)  # different in each process, because ports are re
 LIMIT_S = 20.0
 
 
-class Puppet:
-    """A coordinator whose messages the test writes."""
+class FakeCoordinator:
+    """A coordinator whose every word is the test's."""
 
     def __init__(self) -> None:
-        self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
-        self.address = f"127.0.0.1:{self._line.port}"
+        self._channel = protocol.listen(elastic_key(KEY), "127.0.0.1")
+        self.address = f"127.0.0.1:{self._channel.port}"
 
     def hear(self, n: int) -> list[Any]:
-        """Return the next *n* messages; fail if there are more."""
-        return receive(self._line, n)
+        """Return the next *n* messages, and no more."""
+        return receive(self._channel, n)
 
     def say(self, *spoken: msgspec.Struct) -> None:
         """Send messages to all connected workers."""
         for message in spoken:
-            assert self._line.tell(message) == []
+            assert self._channel.tell(message) == []
 
     def close(self) -> None:
-        """Close it. Idempotent."""
-        self._line.close()
+        """Be gone. Idempotent."""
+        self._channel.close()
 
 
 class RealCoordinator:
-    """A real coordinator of *n* workers, and workers that only talk to it, without training."""
+    """A coordinator of *n* ranks that answers, and whoever speaks to it without training."""
 
     def __init__(self, n: int, **rules: Any) -> None:
         self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
@@ -93,8 +93,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorC
         if client_module._member is not None:
             made.append(client_module._member)
         for each in made:
-            if each._quiet_fd >= 0:
-                each._line._socket.linger = 0  # the peer may be gone
+            if not each._channel._context.closed:
+                each._channel._socket.linger = 0  # nobody may be there any more
             each.close()
 
 
@@ -135,5 +135,5 @@ def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
 
 
 def until_connected(member: CoordinatorClient) -> None:
-    """Let *member* receive until it is connected to its coordinator."""
-    until(member, lambda: member._line.is_connected)
+    """Let *member* listen until it is understood by its coordinator."""
+    until(member, lambda: member._channel.is_connected)

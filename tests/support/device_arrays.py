@@ -31,15 +31,15 @@ class Stream:
         self._stream.record().wait(LIMIT_S)
         self._stream.close()
 
-    def far(self, x: Any) -> Any:
-        """Return a copy of *x*, made by the stream."""
+    def on_device(self, x: Any) -> Any:
+        """Return a copy of *x* that the stream makes."""
         made = np.zeros_like(x).view(HostArray)
         made.stream = self._stream
         self._stream.run(lambda: np.copyto(made, x))
         return made
 
-    def near(self, x: Any) -> Any:
-        """Return the contents of *x* on the stream."""
+    def on_host(self, x: Any) -> Any:
+        """Return what the stream finds in *x*."""
         found: list[Any] = []
         self._stream.run(lambda: found.append(np.array(x)))
         self._stream.record().wait(LIMIT_S)

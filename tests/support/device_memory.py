@@ -49,25 +49,26 @@ def held(device: HostDevice) -> Iterator[Held]:
 L = TypeVar("L", bound=CopyThread[Any])
 
 
-def lines_of(line: L) -> Iterator[L]:
-    """Yield *line*, and close it."""
-    yield line
-    line.close(lambda: ClosedError("closed"))
-    assert line.join(LIMIT_S)
+def copier_of(copier: L) -> Iterator[L]:
+    """Yield *copier*, and close it."""
+    yield copier
+    copier.close(lambda: ClosedError("closed"))
+    assert copier.join(LIMIT_S)
 
 
 class Memory:
     """*nbytes* on each side of *device*, with different contents."""
 
     def __init__(self, device: HostDevice, nbytes: int) -> None:
-        self.far = np.random.default_rng(0).integers(1, 256, nbytes, np.uint8)
+        self.on_device = np.random.default_rng(0).integers(1, 256, nbytes, np.uint8)
         self.host = np.zeros(nbytes, np.uint8)
         self.device = device
         device.pin(self.host.ctypes.data, nbytes, True)
 
     def pieces(self, stride: int) -> list[PartitionCopy]:
-        """Return the partitions of the whole memory."""
-        return partition_copies(self.far.nbytes, stride, [DeviceRange(0, self.far.ctypes.data, self.far.nbytes)])
+        """Return the partitions of all of it."""
+        nbytes = self.on_device.nbytes
+        return partition_copies(nbytes, stride, [DeviceRange(0, self.on_device.ctypes.data, nbytes)])
 
 
 class Slow(HostStream):

@@ -88,9 +88,9 @@ def perf_control(data: bytes) -> None:
 
 
 def post_frames(data: bytes) -> None:
-    """Read the messages of another rank's endpoint, and receive every announced payload before the guarded page."""
-    office = mock.MagicMock(rank=0, job_error=lambda: None)
-    talker = peer.Peer(office, 1)
+    """Read what another rank's endpoint sends, and want every payload that it announces: before the guarded page."""
+    endpoint = mock.MagicMock(rank=0, job_error=lambda: None)
+    talker = peer.Peer(endpoint, 1)
 
     def arrived(_: int, arrival: transfer.Arrival) -> None:
         assert arrival.data is None or len(arrival.data) == arrival.nbytes
@@ -98,7 +98,7 @@ def post_frames(data: bytes) -> None:
             place = _guarded()[0].take(arrival.nbytes)
             talker.want(transfer.Incoming(mock.MagicMock(address=place.ctypes.data), arrival))
 
-    office.receiver.arrived = arrived
+    endpoint.receiver.arrived = arrived
     with _said(data) as (ours, _):
         talker.link = frame_socket.FrameSocket(ours, talker)
         with contextlib.suppress(ProtocolError, PeerLostError):
@@ -107,7 +107,7 @@ def post_frames(data: bytes) -> None:
 
 
 def frame_headers(data: bytes) -> None:
-    """Read message headers at all positions."""
+    """Read frame headers at every offset."""
     for offset in range(0, len(data) - protocol.HEADER.size + 1, 8):
         with contextlib.suppress(ProtocolError):
             frame = protocol.unpack(data, offset)

@@ -302,9 +302,9 @@ class ModelNode:
             self.is_waiting = False
             self.world.tell(self.index, m.Ready(generation=self.generation.generation))
 
-    def expect(self, index, succession, round_):
-        if not (succession.lent and index == succession.keeper and self.index in succession.lacking):
-            self.bind(index, succession.part, ("result", self.parts[succession.part].place, succession.part), round_)
+    def expect(self, index, change, round_):
+        if not (change.lent and index == change.keeper and self.index in change.lacking):
+            self.bind(index, change.part, ("result", self.parts[change.part].place, change.part), round_)
 
     def begin(self, message):
         for key in self.unbound:

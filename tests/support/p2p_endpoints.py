@@ -1,4 +1,4 @@
-"""Endpoints in one process: ranks of a job without scheduler and nodes, with a minimal session."""
+"""P2P endpoints of one process: ranks of a job without scheduler and nodes."""
 from __future__ import annotations
 
 import os
@@ -13,22 +13,22 @@ from bpsfast.orchestration.errors import ClosedError, StallError
 KEY = bytes(range(32))
 
 
-class Office:
-    """*size* endpoints; with *far* they use the network, as if each had a separate node. Close it."""
+class Endpoints:
+    """*size* endpoints; *by_network*: as if each were on a node of its own. Close it."""
 
-    def __init__(self, size: int = 2, far: bool = False, **values: object) -> None:
-        self.settings = load({"timeout_s": 20, "transport": "tcp" if far else "auto", "node_host": "127.0.0.1",
+    def __init__(self, size: int = 2, by_network: bool = False, **values: object) -> None:
+        self.settings = load({"timeout_s": 20, "transport": "tcp" if by_network else "auto", "node_host": "127.0.0.1",
                               **values}, {})
         self.board: dict[str, bytes] = {}
         self.changed = threading.Condition()
         self.aborted: Exception | None = None
-        self.posts = [P2PEndpoint(self._session(rank, size, far)) for rank in range(size)]
+        self.endpoints = [P2PEndpoint(self._session(rank, size, by_network)) for rank in range(size)]
 
-    def _session(self, rank: int, size: int, far: bool) -> SimpleNamespace:
+    def _session(self, rank: int, size: int, by_network: bool) -> SimpleNamespace:
         return SimpleNamespace(
-            rank=rank, size=size, host="127.0.0.1", node=rank if far else 0, n_nodes=size if far else 1,
-            settings=self.settings, place=SimpleNamespace(job_key=KEY), pid=os.getpid(), require_open=lambda: None,
-            port=SimpleNamespace(check=self._check), notices=SimpleNamespace(
+            rank=rank, size=size, host="127.0.0.1", node=rank if by_network else 0, n_nodes=size if by_network else 1,
+            settings=self.settings, role=SimpleNamespace(job_key=KEY), pid=os.getpid(), require_open=lambda: None,
+            port=SimpleNamespace(check=self._check), key_values=SimpleNamespace(
                 publish=self._publish, lookup=self._lookup, withdraw=lambda prefix: None))
 
     def _check(self) -> None:
@@ -52,8 +52,8 @@ class Office:
             return self.board[key]
 
     def close(self) -> None:
-        """Close all endpoints at the same time, like ranks."""
-        threads = [threading.Thread(target=post.close) for post in self.posts]
+        """Close all endpoints, at the same time, as ranks do."""
+        threads = [threading.Thread(target=endpoint.close) for endpoint in self.endpoints]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,4 +1,4 @@
-"""Short functions for messages of this rank: its endpoint, sends and receives, a ring of all ranks."""
+"""Messages of the rank that runs this, in short words: its endpoint, what is sent and received, a ring of all ranks."""
 from __future__ import annotations
 
 import numpy as np
@@ -11,16 +11,16 @@ from bpsfast.trainer import process
 SIZES = [0, 1, EAGER_NBYTES, EAGER_NBYTES + 1, 1 << 20, 50 << 20]
 
 
-def post() -> P2PEndpoint:
+def endpoint() -> P2PEndpoint:
     return process.current().extension(P2PEndpoint)
 
 
 def send(x, to, tag=0, channel=1):
-    return post().send(channel, to, tag, x.ctypes.data, x.nbytes, x)
+    return endpoint().send(channel, to, tag, x.ctypes.data, x.nbytes, x)
 
 
 def receive(x, source=None, tag=None, channel=1):
-    return post().receive(channel, source, tag, x.ctypes.data, x.nbytes, x)
+    return endpoint().receive(channel, source, tag, x.ctypes.data, x.nbytes, x)
 
 
 def pattern(nbytes, seed):
@@ -40,4 +40,4 @@ def ring(sizes, copies=True):
         outgoing.wait(20)
         assert (incoming.source, incoming.tag, incoming.nbytes) == ((me - 1) % size, 5, nbytes)
         assert np.array_equal(theirs[:nbytes], pattern(nbytes, (me - 1) % size)) and not theirs[nbytes:].any()
-    return {peer.pid > 0 for peer in post()._peers.values()}
+    return {peer.pid > 0 for peer in endpoint()._peers.values()}

@@ -1,4 +1,4 @@
-"""A scheduler and its nodes, which read what they are sent when told to: for tests of tenures."""
+"""A scheduler and its nodes, which read what they are sent when told to: for tests of lost schedulers."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -52,7 +52,7 @@ class Court:
                 if isinstance(message, m.Plan | m.Recover):
                     self.say(name, m.Ready(generation=message.generation))
                 if isinstance(message, m.RejoinRequest):
-                    for each in self.control_logs[name].account(message.number):
+                    for each in self.control_logs[name].report(message.number):
                         self.post(self.scheduler_state.receive(self.now, self.over[name], each))
         return found
 
@@ -69,7 +69,7 @@ class Court:
     def dial(self, *names):
         for name in names:
             self.hang_up(name)
-            for message in self.control_logs[name].account():
+            for message in self.control_logs[name].report():
                 self.post(self.scheduler_state.receive(self.now, self.over[name], message))
 
     def lose_scheduler(self, *back):

@@ -61,7 +61,7 @@ class End:
         self.nodes = nodes
         self.peering = Peering(self.settings, self.key, Epochs(1), self.info, nodes, self.listener,
                                self.runtime.shm_endpoint, self.runtime.rails, lambda: self.loop.call_soon(lambda: None))
-        self.reception.know(self.index, Epochs(1), self.runtime.shm_endpoint)
+        self.reception.set_node(self.index, Epochs(1), self.runtime.shm_endpoint)
         self.peering.start()
 
     def finish(self) -> None:
@@ -82,7 +82,7 @@ class End:
         """Act on what the peer said on the shared-memory channel."""
         for link in self.runtime.talking_links():
             for message, fds in link.channel.recv_nowait():
-                self.runtime.peer_said(link, message, fds, self.generation)
+                self.runtime.peer_message(link, message, fds, self.generation)
 
     def commit(self, order: list[int]) -> None:
         """Second phase."""

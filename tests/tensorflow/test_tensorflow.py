@@ -1,4 +1,4 @@
-"""bpsfast.tensorflow on real ranks, eagerly and inside tf.function: sums, gradients, broadcasts, what is refused."""
+"""bpsfast.tensorflow, eagerly and inside tf.function: sums, gradients, broadcasts, errors for bad input."""
 from __future__ import annotations
 
 import os
@@ -219,7 +219,7 @@ def test_horovods_names_without_torch(three_started):
 
 
 def session_of_one():
-    """TensorFlow 1: an optimizer, and the hook."""
+    """Check an optimizer and the hook of TensorFlow 1."""
     rank, size = bps.rank(), bps.size()
     with tf.Graph().as_default():
         w = tf.compat.v1.get_variable("w", initializer=float(rank + 5), use_resource=True)

@@ -1,4 +1,4 @@
-"""bpsfast.tensorflow on real ranks: MirroredStrategy, passes that are added up first, objects, suspend and resume."""
+"""bpsfast.tensorflow: MirroredStrategy, several backward passes per step, CrossBarrier, objects, suspend and resume."""
 from __future__ import annotations
 
 import os

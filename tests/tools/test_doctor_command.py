@@ -108,7 +108,7 @@ def test_a_peer_with_a_wrong_port_is_refused(text: str) -> None:
 
 
 def test_the_default_port_is_the_listener_s() -> None:
-    assert command._DEFAULT_PORT == other.DEFAULT_PORT
+    assert command.DEFAULT_PORT == other.DEFAULT_PORT
 
 
 def test_one_doctor_listens_and_another_asks(no_leaks: None) -> None:

@@ -23,7 +23,7 @@ def side(host, *rails, **changes):
 
 
 def values(choice):
-    return {knob.name: knob.values for knob in choice.knobs}
+    return {tunable.name: tunable.values for tunable in choice.tunables}
 
 
 def test_a_machine_with_everything_has_everything_but_what_the_switches_decide():
@@ -37,7 +37,7 @@ def test_a_machine_with_everything_has_everything_but_what_the_switches_decide()
     assert found["rdma_cores"] == ("numa", "11") and found["rdma_mtu"] == (2048, 1024)
     assert found["rdma_relaxed_ordering"] == (True,) and found["huge_pages"] == ("off",)
     assert all(START[name] not in tried for name, tried in found.items())
-    assert {knob.name for knob in choice.knobs if knob.load == LATENCY} == {"rdma_inline_bytes"}
+    assert {tunable.name for tunable in choice.tunables if tunable.load == LATENCY} == {"rdma_inline_bytes"}
 
 
 def test_what_the_user_names_is_tried():

@@ -80,10 +80,10 @@ def test_only_what_is_asked_for_is_written(tmp_path):
     better = Outcome({"rdma_mtu": 0, "rdma_cores": ""}, {"rdma_mtu": 1024, "rdma_cores": ""}, True, "two-way better")
     same = Outcome({"rdma_mtu": 0}, {"rdma_mtu": 0})
     origins = {"rdma_mtu": "BPSFAST_RDMA_MTU", "rdma_cores": "default"}
-    assert tune._keep(better, origins, "")[0] is None and not list(tmp_path.iterdir())
-    assert tune._keep(same, origins, file)[1] == [f"nothing was changed: {file} is as it was"]
+    assert tune._write(better, origins, "")[0] is None and not list(tmp_path.iterdir())
+    assert tune._write(same, origins, file)[1] == [f"nothing was changed: {file} is as it was"]
     assert not list(tmp_path.iterdir())
-    change, words = tune._keep(better, origins, file)
+    change, words = tune._write(better, origins, file)
     assert change["path"] == file and profile.read(file) == {"rdma_mtu": 1024}
     assert "rdma_mtu is set by BPSFAST_RDMA_MTU, which overrides the profile: remove it there" in words
 

@@ -1,4 +1,4 @@
-"""AsyncWeights and AsyncOptimizer with backups on real ranks: who is late is not waited for, left out, and named."""
+"""AsyncWeights and AsyncOptimizer with backups on real ranks: steps leave late workers out and name them."""
 from __future__ import annotations
 
 import numpy as np
@@ -16,7 +16,7 @@ def change(rank, step):
 
 
 def train(name, backups, n_steps):
-    """All but the last rank make steps together; then that one comes, late, and makes one with them."""
+    """All but the last rank step together; then the late one joins and makes a step with them."""
     rank, size = bpsfast.rank(), bpsfast.size()
     weights = bpsfast.AsyncWeights({name: np.zeros(N, np.float32)}, worker="rank", backups=backups)
     is_late, answers = rank == size - 1, []
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_in_words(shared_job):
 
 
 def learn(explicit):
-    """Fit the same line on both machines, of which one makes a quarter of the steps."""
+    """Fit the same line on both machines; one of them makes a quarter of the steps."""
     rank = bpsfast.rank()
     torch.manual_seed(rank)
     net = torch.nn.Linear(4, 1)

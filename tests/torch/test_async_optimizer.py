@@ -39,7 +39,7 @@ def weights(net):
 
 
 def reference(n_ranks, n_steps):
-    """Let all ranks step from the same weights, and add up what they have changed."""
+    """Let all ranks step from the same weights, and sum their changes."""
     nets = [copy.deepcopy(model(0)) for _ in range(n_ranks)]
     optimizers = [optimizer_of(net) for net in nets]
     for step in range(n_steps):
@@ -85,7 +85,7 @@ def test_without_staleness_all_changes_of_a_step_are_added_up(ranks, explicit):
 
 
 def apart():
-    """Make steps of one's own number, each of which adds the rank + 1; return what all have come to."""
+    """Make a different number of steps on each rank, each of which adds the rank + 1; return the final weights."""
     rank = bpsfast.rank()
     p = torch.nn.Parameter(torch.zeros(5))
     optimizer = bps.AsyncOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])

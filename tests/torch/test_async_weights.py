@@ -1,4 +1,4 @@
-"""Asynchronous weights on real ranks: what a replay of the recorded order gives, staleness, state, and who is lost."""
+"""Asynchronous weights on real ranks, against a replay of the recorded order; staleness, state, and lost workers."""
 from __future__ import annotations
 
 import itertools
@@ -87,7 +87,7 @@ def test_answers_are_what_a_replay_of_the_recorded_order_gives(job, tmp_path, sh
 
 
 def count(n_steps, staleness, pauses, name):
-    """Each rank counts its steps in an element of its own; return how many of each rank's every answer has."""
+    """Each rank counts its steps in its own element; return the counts in every answer."""
     rank, size = bpsfast.rank(), bpsfast.size()
     weights = bpsfast.AsyncWeights({name: np.zeros(size, np.float64)}, worker="rank", staleness=staleness)
     one, found = np.zeros(size), []

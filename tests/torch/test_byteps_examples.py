@@ -1,6 +1,7 @@
-"""What BytePS's own example programs for PyTorch import and call (example/pytorch of version 0.2.5), on the CPU.
+"""BytePS's own example programs for PyTorch (version 0.2.5) find what they import and call, on the CPU.
 
-Each test names the programs whose calls it makes, with their arguments, in their order; the models are small.
+Each test names the programs of example/pytorch whose calls it makes, with their arguments, in their order; the models
+are small.
 """
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_signatures(name):
 
 
 class Net(torch.nn.Module):
-    """Convolution, normalisation, a layer: what the programs' models consist of."""
+    """Convolution, normalisation and a layer, as in the programs' models."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""torch.compile over the backend "bpsfast": what the graph takes is right, and what it does not take breaks it only."""
+"""torch.compile over the backend "bpsfast": traced calls give right results, others only break the graph."""
 from __future__ import annotations
 
 import pytest
@@ -85,7 +85,7 @@ FUNCTIONS = {each.__name__: each for each in (
 
 
 def compiled_and_not(name, **options):
-    """Return what a function makes of an input, as it is and compiled, twice; of a failure its class."""
+    """Return the results of a function, plain and compiled, twice; for a failure, its class."""
     torch._dynamo.reset()
     function = FUNCTIONS[name]
     graph = torch.compile(function, backend="aot_eager", **options)
@@ -148,7 +148,7 @@ def trained(how):
 
 
 def trained_alone():
-    """As `trained`, by one process with all batches."""
+    """As `trained`, in one process with all batches."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(N_STEPS):

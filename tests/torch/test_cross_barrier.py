@@ -1,4 +1,4 @@
-"""Steps that the next forward pass overlaps: the same bits as with a barrier, nothing waited for that is not needed."""
+"""Steps that overlap the next forward pass: the same bits as with a barrier, and no needless waiting."""
 from __future__ import annotations
 
 import copy
@@ -20,7 +20,7 @@ N_STEPS = 5
 
 
 class Network(torch.nn.Module):
-    """Layers that are called, one that is read by the module around it, one read twice, one read by nobody."""
+    """Layers that are called, one that the outer module reads, one that is read twice, one that is not read."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Tied(torch.nn.Module):
 
 
 class Tower(torch.nn.Module):
-    """Wide enough that its tensors are not fused."""
+    """So wide that its tensors are not fused."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +198,7 @@ def fit(net, num_steps):
 
 
 def drain(end):
-    """At the last of `num_steps`, by `settle`, when nobody holds the optimizer any more, at the end of the job."""
+    """At the last of `num_steps`, by `settle`, after the optimizer was dropped, at the end of the job."""
     want = train(False)[1]
     net = Network()
     optimizer = fit(net, N_STEPS - 1 if end == "num_steps" else 10**6)
@@ -245,7 +245,7 @@ def test_an_update_that_fails_is_made_later(two):
 
 
 def halves(path):
-    """Rank 1 gives the gradient of `b` only when rank 0 has used the new `a`: with a barrier nobody would go on."""
+    """Rank 1 computes the gradient of `b` only after rank 0 has used the new `a`: a barrier would block both."""
     torch.manual_seed(1)
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(),
@@ -289,7 +289,7 @@ class Clock(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps how many steps it made in its groups."""
+    """Counts its steps in its groups."""
 
     def step(self, closure=None):
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel of torch over the backend "bpsfast": what gloo makes of the same program, it makes, too."""
+"""DistributedDataParallel of torch over the backend "bpsfast" gives the results that gloo gives."""
 from __future__ import annotations
 
 import pytest
@@ -19,7 +19,7 @@ N_STEPS = 10
 
 
 class Network(torch.nn.Module):
-    """A convolution with BatchNorm, and two layers of which each batch uses one or both."""
+    """A convolution with BatchNorm, and two layers; each batch uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def loss_of(model, step, **how):
 
 
 def flat(tensors):
-    """All values, to be compared."""
+    """Return all values, for comparison."""
     return torch.cat([torch.zeros(0), *(value.detach().double().reshape(-1) for value in tensors)]).numpy()
 
 
 def trained(model, optimizer=None, n_steps=N_STEPS, loss=loss_of):
-    """Train; return the losses, and at the end the buffers, which are the rank's own, and the weights."""
+    """Train; return the losses, the final buffers, which are the rank's own, and the weights."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
     for step in range(n_steps):
@@ -74,7 +74,7 @@ def trained(model, optimizer=None, n_steps=N_STEPS, loss=loss_of):
 
 
 def assert_same(pairs, exact, tolerance=1e-4):
-    """What both backends came to agrees: to the bit with two ranks, whose sums have one order, else closely."""
+    """The backends' results agree: to the bit with two ranks, whose sums have only one order, otherwise closely."""
     for gloo, ours in pairs:
         for a, b in zip(gloo, ours, strict=True):
             if exact:
@@ -106,7 +106,7 @@ def accumulating():
 
 
 def uneven(throws=False):
-    """Ranks have 3, 4, ... batches: those that are done shadow what the others call."""
+    """Ranks have 3, 4, ... batches: finished ranks take part in the others' calls (join)."""
     model = DistributedDataParallel(network(), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -121,7 +121,7 @@ def uneven(throws=False):
 
 
 def unused():
-    """Each rank uses another layer, in another step none of a rank's is the other's."""
+    """Each rank uses another layer; in another step the ranks' layers do not overlap."""
     model = DistributedDataParallel(network(), find_unused_parameters=True)
     ways = ("left", "right", "both")
     return trained(model, loss=lambda model, step: loss_of(model, step, way=ways[(step + dist.get_rank()) % 3]))
@@ -144,7 +144,7 @@ def autocast():
 
 
 def float_of(dtype):
-    """A model of *dtype* altogether."""
+    """A model whose tensors are all of *dtype*."""
     torch.manual_seed(3)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(),
                                                         torch.nn.Linear(64, 4)).to(getattr(torch, dtype)))
@@ -199,7 +199,7 @@ def hooked(name):
 
 
 def zero_optimizer():
-    """The optimizer's state is spread over the ranks, and each one's share broadcast."""
+    """The optimizer's state is divided among the ranks, and each rank broadcasts its share."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here, for it warns of its own imports
 
     model = DistributedDataParallel(network(), bucket_cap_mb=0.1)
@@ -216,7 +216,7 @@ def on_halves():
 
 
 def refused():
-    """What torch says of SyncBatchNorm on the CPU, and of hooks that are NCCL's."""
+    """torch's errors for SyncBatchNorm on the CPU, and for hooks that need NCCL."""
     said = []
     for model, hook in ((torch.nn.SyncBatchNorm.convert_sync_batchnorm(Network()), None),
                         (Network(), default_hooks.bf16_compress_hook)):

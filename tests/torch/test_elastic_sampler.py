@@ -1,4 +1,4 @@
-"""A sampler for any number of ranks: what was used is used once, whatever the number of ranks becomes."""
+"""ElasticSampler uses every sample once in an epoch, however the number of ranks changes."""
 from __future__ import annotations
 
 import copy
@@ -16,7 +16,7 @@ from bpsfast.torch.elastic import ElasticSampler
 
 @pytest.fixture
 def in_job(monkeypatch):
-    """Have samplers believe that they are rank *rank* of *size*."""
+    """Make samplers see rank *rank* of *size*."""
     def be(rank, size):
         found = types.SimpleNamespace(rank=rank, size=size)
         monkeypatch.setattr(elastic.process, "session", lambda: found)
@@ -37,7 +37,7 @@ def ranks_of(n, size, in_job, state=None, **options):
 @given(n=st.integers(1, 60), seed=st.integers(0, 5),
        jobs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_nothing_is_used_twice_or_left_out(n, seed, jobs):
-    """Some batches in jobs of different sizes; then whoever is left finishes the epoch."""
+    """Use some batches in jobs of different sizes; then the last job finishes the epoch."""
     with pytest.MonkeyPatch.context() as patch:
         def in_job(rank, size):
             patch.setattr(elastic.process, "session", lambda: types.SimpleNamespace(rank=rank, size=size))

@@ -1,4 +1,4 @@
-"""Operands: every tensor becomes contiguous memory of a dtype that is combined, and what was written goes back."""
+"""Operands: every tensor becomes contiguous memory of a dtype that is combined, and results are copied back."""
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +16,7 @@ BITWISE = ("band", "bor", "bxor")
 
 
 def raw(memory):
-    """Return the bytes that *memory* says."""
+    """Return the bytes in *memory*."""
     return ctypes.string_at(memory.address, memory.nbytes) if memory.nbytes else b""
 
 

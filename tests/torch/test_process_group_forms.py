@@ -1,4 +1,4 @@
-"""Every form of a call that torch's process group takes, as torch's own signatures say, beside gloo's results."""
+"""Every overload of every call of torch's process group, by torch's own signatures, against gloo's results."""
 from __future__ import annotations
 
 import datetime
@@ -29,12 +29,12 @@ class Parameter(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How deep in lists tensors lie; -1 if it is none of tensors."""
+        """The depth of lists around tensors; -1 if the parameter takes no tensors."""
         return len(re.findall(r"\b(?:[Ll]ist|Sequence)\[", self.kind)) if "Tensor" in self.kind else -1
 
 
 def signatures() -> dict[str, list[list[Parameter]]]:
-    """Return what pybind says of each method of torch's `ProcessGroup` that returns a work: its overloads."""
+    """Return the overloads, from pybind's docstrings, of each method of torch's `ProcessGroup` that returns a Work."""
     found: dict[str, list[list[Parameter]]] = {}
     for name in sorted(dir(dist.ProcessGroup)):
         text = getattr(getattr(dist.ProcessGroup, name), "__doc__", None) or ""
@@ -146,7 +146,7 @@ class Call:
 
 
 def called(method: str) -> dict[str, Any]:
-    """Make every call of *method* with every shape; return what is in all tensors then, or the class of the error."""
+    """Make every call of *method* with every shape; return all tensors afterwards, or the class of the error."""
     group, found = dist.group.WORLD, {}
     is_whole = method in ("_reduce_scatter_base", "reduce_scatter_single") or "coalesced" in method
     for (label, chosen, ways, n_positional), (name, shape) in itertools.product(table(method), SHAPES.items()):
@@ -282,7 +282,7 @@ def test_whatever_is_a_number_is_a_root(torch_ranks):
 
 
 def gathered_in_one() -> list[Any]:
-    """Gather into one tensor, which torch's own groups do from 2.14 on; too short a one, and other members."""
+    """Gather into one tensor, as torch's own groups do from 2.14 on; also into a short one, and to other roots."""
     group, rank = dist.group.WORLD, dist.get_rank()
     options, output, x = dist.GatherOptions(), torch.zeros(2 * SIZE), torch.tensor([rank, rank + 0.5])
     options.rootRank = 1

@@ -1,5 +1,5 @@
-"""How process groups of the backend "bpsfast" begin and end: by all of torch's ways to meet, again and again in one
-process, by `abort`, and when a rank raises or is killed in the middle of a backward pass.
+"""How process groups of the backend "bpsfast" begin and end: by every init_method of torch, repeatedly in one process,
+by `abort`, and when a rank raises or is killed in the middle of a backward pass.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(size):
 
 
 def stale_resources():
-    """What this process has open: descriptors, and threads; its daemons must come to their end."""
+    """Return this process's open descriptors and threads; its daemons must have ended."""
     import psutil
 
     _, alive = psutil.wait_procs(psutil.Process().children(), timeout=LIMIT_S)
@@ -88,7 +88,7 @@ def test_ranks_meet_in_all_of_torchs_ways(torch_ranks, way):
 
 
 def again(paths):
-    """Begin and end five times, with groups of neighbours that overlap; return what was left each time."""
+    """Begin and end five times, with overlapping groups of neighbours; return what is left open each time."""
     found = []
     for path in paths:
         with world("bpsfast", path):
@@ -114,7 +114,7 @@ def test_begun_and_ended_five_times(torch_ranks):
 
 
 def overlapping():
-    """Groups of all kinds at the same time, used in turns; one of them in another order of ranks."""
+    """Groups of all kinds at the same time, used in turn; one of them has another order of ranks."""
     rank = rank_of()
     sets = [[0, 1, 2, 3], [0, 2], [1, 3], [1, 2, 3], [0, 1], [0, 1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in sets]
@@ -219,7 +219,7 @@ def own_ranks():
 
 
 class Trap(torch.autograd.Function):
-    """Passes values on; its backward does what a rank is to do in the middle of a step."""
+    """Identity; its backward pass performs what a rank is to do in the middle of a step."""
 
     @staticmethod
     def forward(context, x, act):
@@ -243,7 +243,7 @@ def throw(path):
 
 
 def _note(path):
-    """Leave the time for the others."""
+    """Record the time, for the other ranks."""
     with open(f"{path}.time", "w", encoding="ascii") as file:
         file.write(str(time.monotonic()))
 
@@ -324,7 +324,7 @@ def test_calls_that_differ_are_shown(torch_ranks):
 
 
 def aborted():
-    """One call is under way that the other rank never makes."""
+    """A call is under way that the other rank never makes."""
     if rank_of() == 0:
         work = dist.all_reduce(torch.ones(10), async_op=True)
         dist.group.WORLD.abort()

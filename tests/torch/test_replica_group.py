@@ -1,4 +1,4 @@
-"""A process group that is made anew again and again: members are killed, come late, stay away."""
+"""ReplicaGroup is configured again and again while members are killed, come late, or do not come."""
 from __future__ import annotations
 
 import contextlib
@@ -16,12 +16,12 @@ from bpsfast.torch.backend import ProcessGroup, ReplicaGroup
 from tests.support.torch_ranks import LIMIT_S, Processes, keep_gloo
 from tests.torch.test_process_group_trouble import stale_resources
 
-_kept = {}
+_state = {}
 
 
 @pytest.fixture
 def store():
-    """Return a function that gives each life of a group an address of its own."""
+    """Return a function that gives each configuration of a group an address of its own."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return lambda life: f"127.0.0.1:{server.port}/quorum/{life}"
 
@@ -40,7 +40,7 @@ def processes():
 
 
 def on(processes, ranks, function, *arguments):
-    """Run *function* on some of *processes* only; return what each returned, or how it failed."""
+    """Run *function* on some of *processes* only; return each result or failure."""
     processes.begin(function, *arguments, only=ranks)
     return [outcome.value if not outcome.error else f"{outcome.error}: {outcome.text}"
             for outcome in processes.outcomes(LIMIT_S + 20, only=ranks)]
@@ -50,7 +50,7 @@ def on(processes, ranks, function, *arguments):
 
 
 def begin(address, members, timeout_s=LIMIT_S):
-    group = _kept.setdefault("group", ReplicaGroup())
+    group = _state.setdefault("group", ReplicaGroup())
     group.set_timeout(timedelta(seconds=timeout_s))
     group.configure(address, f"replica {os.environ['RANK']}", members.index(int(os.environ["RANK"])), len(members), 7)
     return group.rank(), group.size(), group.errored()
@@ -58,13 +58,13 @@ def begin(address, members, timeout_s=LIMIT_S):
 
 def total():
     x = torch.full((5000,), float(2 ** int(os.environ["RANK"])))
-    _kept["group"].allreduce([x]).wait()
+    _state["group"].allreduce([x]).wait()
     return x.unique().tolist()
 
 
 def broken():
     """Sum until it fails; return that error's text, that of `errored`, and that of the next call."""
-    group = _kept["group"]
+    group = _state["group"]
     texts = []
     for _ in range(2):
         try:
@@ -76,7 +76,7 @@ def broken():
 
 
 def die():
-    work = _kept["group"].allreduce([torch.ones(1_000_000)])  # half of it may be under way
+    work = _state["group"].allreduce([torch.ones(1_000_000)])  # half of it may be under way
     os.kill(os.getpid(), signal.SIGKILL)
     work.wait()
 
@@ -106,11 +106,11 @@ def test_who_does_not_come_is_named_and_the_next_life_is_a_good_one(processes, s
 
 
 def waits_in_vain():
-    """Nobody sends; return what the wait says, and what `errored` does."""
+    """No member sends; return the errors of the wait and of `errored`."""
     try:
-        _kept["group"].recv([torch.ones(3)], 1, 0).wait()
+        _state["group"].recv([torch.ones(3)], 1, 0).wait()
     except dist.DistBackendError as exc:
-        return str(exc), str(_kept["group"].errored())
+        return str(exc), str(_state["group"].errored())
 
 
 def test_a_message_that_does_not_come_is_a_call_that_failed(processes, store):
@@ -125,7 +125,7 @@ def many_lives(addresses):
     for address in addresses:
         begin(address, [0, 1])
         assert total() == [3.0]
-        (_kept["group"].abort if len(found) % 2 else _kept["group"].shutdown)()
+        (_state["group"].abort if len(found) % 2 else _state["group"].shutdown)()
         found.append(stale_resources())
     return found
 
@@ -146,17 +146,17 @@ def default_group_of_one(path):
 
 
 def called_by_name(address, path):
-    """Have torch find the group by name, beside a default group that is gloo's of this rank alone."""
+    """Let torch find the group by name, beside a default group of gloo with this rank alone."""
     from torch.distributed import _functional_collectives as functional
 
     with default_group_of_one(f"{path}-{os.environ['RANK']}"):
         begin(address, [0, 1])
-        group = _kept["group"].register("replicas")
+        group = _state["group"].register("replicas")
         x = torch.ones(10) * (1 + int(os.environ["RANK"]))
         dist.all_reduce(x, group=group)
         y = functional.all_reduce(torch.ones(3), "sum", group) + 0
-        _kept["group"].unregister()
-        return x.unique().tolist(), y.tolist(), str(_kept["group"].errored())
+        _state["group"].unregister()
+        return x.unique().tolist(), y.tolist(), str(_state["group"].errored())
 
 
 def test_torch_finds_it_by_name(processes, store):

@@ -1,4 +1,4 @@
-"""The setting scheduling, and crossing the barrier: after many steps the weights are the same, bit for bit."""
+"""The setting scheduling, and cross_barrier: after many steps the weights are the same, bit for bit."""
 from __future__ import annotations
 
 import hashlib
@@ -19,7 +19,7 @@ OPTIMIZERS = {
 
 
 def train(kind, crosses):
-    """Train on data of this rank's own; return a hash of all weights, and whether they have changed."""
+    """Train on this rank's own data; return a hash of all weights, and whether they have changed."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(),

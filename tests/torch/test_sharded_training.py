@@ -1,6 +1,4 @@
-"""What torch builds on process groups beside DDP: FSDP2, HSDP, DTensor, checkpoints, pipelines, local SGD. Each program
-comes to the same over gloo and over the backend "bpsfast".
-"""
+"""FSDP2, HSDP, DTensor, checkpoints, pipelines and local SGD give the same results over gloo and over "bpsfast"."""
 from __future__ import annotations
 
 import copy
@@ -68,7 +66,7 @@ def sharded(model, **options):
 
 
 def single_process():
-    """The same by one process: the mean of all ranks' losses."""
+    """The same in one process: the mean of all ranks' losses."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(N_STEPS):
@@ -93,7 +91,7 @@ def fsdp_in_bfloat16():
 
 
 def hsdp():
-    """Replicas of two ranks each, among which the model is sharded."""
+    """Replicas of two ranks each; each replica shards the model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(network(), mesh=mesh)
     return trained(model), whole(model), single_process()
@@ -130,7 +128,7 @@ def tensor_parallel():
 
 
 def checkpointed(folder):
-    """Train, save, go on; a fresh model that loads and goes on must come to the same."""
+    """Train, save, continue; a fresh model that loads the checkpoint and continues must give the same result."""
     model = sharded(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trained(model, optimizer=optimizer)
@@ -164,7 +162,7 @@ def checkpointed_meanwhile(folder):
 
 
 def states_of_rank_0():
-    """Hand a model and its optimizer out from rank 0's whole states; return what arrived, and what it was."""
+    """Distribute rank 0's full states of a model and its optimizer; return what arrived, and the original."""
     from torch.distributed.checkpoint import state_dict as states
 
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -189,7 +187,7 @@ def states_of_rank_0():
 
 
 def as_asked():
-    """What torch's own code and others' ask a group."""
+    """Return a group's answers to the questions of torch's own code and of libraries."""
     group, cpu = dist.group.WORLD, torch.device("cpu")
     backend = group._get_backend(cpu)
     c10d = dist.distributed_c10d
@@ -249,7 +247,7 @@ def pipelined():
 
 
 def compiled():
-    """A model with a functional collective inside, compiled: the collective is part of the graph."""
+    """A compiled model that contains a functional collective, which is part of the graph."""
     import torch.distributed._functional_collectives as functional
 
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""BytePS's operations and optimizers in jobs of every shape: all dtypes by definition, gradients by differences too."""
+"""BytePS's operations and optimizers in jobs of every shape: all dtypes, and gradients by finite differences."""
 from __future__ import annotations
 
 import itertools
@@ -100,7 +100,7 @@ def test_gradients_of_all_dtypes(everywhere):
 
 
 class Halves(bps.Compressor):
-    """Sends a half of it as float16, flat."""
+    """Sends half of the value as float16, flattened."""
 
     @staticmethod
     def compress(tensor):
@@ -112,7 +112,7 @@ class Halves(bps.Compressor):
 
 
 class Plain:
-    """Derives from nothing."""
+    """A compressor without a base class."""
 
     @staticmethod
     def compress(tensor):
@@ -254,7 +254,7 @@ def backward(model, rank, step, dtype):
 
 
 def means(model, steps, dtype):
-    """Return the gradients by definition: the mean over ranks of what their passes add up to, in float64."""
+    """Return the gradients by definition: the mean over ranks of the sums of their passes, in float64."""
     double = network(torch.float64)
     double.load_state_dict(model.state_dict())
     for rank, step in itertools.product(range(bps.size()), steps):

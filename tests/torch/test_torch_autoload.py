@@ -1,4 +1,4 @@
-"""The backend's name is known after `import torch` if the environment asks for it, and nothing else has happened."""
+"""The backend's name is known after `import torch` if the environment asks for it, and nothing else has changed."""
 from __future__ import annotations
 
 import json

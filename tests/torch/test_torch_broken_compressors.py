@@ -1,4 +1,4 @@
-"""Compressors of the user's that break their word are named, and nothing is summed wrong."""
+"""Errors name a user's compressor that breaks its contract, and no wrong sum is formed."""
 from __future__ import annotations
 
 import pytest
@@ -8,7 +8,7 @@ import bpsfast.torch as bps
 
 
 class Longer(bps.Compressor):
-    """Makes another tensor of every gradient."""
+    """Returns a tensor of another shape for every gradient."""
 
     n = 0
 
@@ -19,7 +19,7 @@ class Longer(bps.Compressor):
 
 
 class Loses(bps.Compressor):
-    """Does not give back what was there."""
+    """Returns only a part of the gradient."""
 
     @staticmethod
     def decompress(tensor, context):
@@ -27,7 +27,7 @@ class Loses(bps.Compressor):
 
 
 class Integer(bps.Compressor):
-    """Makes no tensor."""
+    """Returns no tensor."""
 
     @staticmethod
     def compress(tensor):

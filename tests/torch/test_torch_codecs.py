@@ -1,4 +1,4 @@
-"""Codecs from every API of bpsfast.torch: the bits of the NumPy reading, learning rates included."""
+"""Codecs from every API of bpsfast.torch give the bits of the NumPy reference, learning rates included."""
 from __future__ import annotations
 
 import msgspec
@@ -34,7 +34,7 @@ def drawn(seed, step, shape=SHAPE):
 
 
 class Net(torch.nn.Module):
-    """Its gradients are what was given to its last pass."""
+    """Its gradients are the inputs of its last pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def named(model, label):
 
 
 def groups_of(model):
-    """Two groups, whose learning rates go different ways."""
+    """Two groups, whose learning rates change differently."""
     return [{"params": [model.big, model.small]}, {"params": [model.other], "lr": 1.0}]
 
 

@@ -1,4 +1,4 @@
-"""TorchState and ElasticSampler in real elastic jobs: no bit and no sample is lost with a worker."""
+"""TorchState and ElasticSampler in real elastic jobs: a lost worker costs no bit and no sample."""
 from __future__ import annotations
 
 import collections
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(folder, policy, kind, victim="-", at_step="-", moment="after"):
-    """Run a job of three workers on two nodes; return what each has found."""
+    """Run a job of three workers on two nodes; return each worker's results."""
     folder.mkdir()
     command = [sys.executable, "-m", "bpsfast", "run", "-n", "3", "--nodes", "2", "--elastic", "--lost-worker", policy,
                "--", sys.executable, "-m", "tests.support.elastic_torch_training", str(folder), kind, victim, at_step,

@@ -1,4 +1,4 @@
-"""Gradients on their way out of torch: they travel in the order of the forward pass, whatever their names' order."""
+"""Gradients leave torch in the order of the forward pass, whatever the order of their names."""
 from __future__ import annotations
 
 import pytest
@@ -18,7 +18,7 @@ def test_the_forward_pass_is_backward_backwards(seen, expected):
 
 
 class Scrambled(torch.nn.Module):
-    """Declares its layers in another order than it uses them in; one is used twice, one never, one by its weight."""
+    """Uses its layers in another order than it declares them; one is used twice, one never, one by its weight."""
 
     def __init__(self):
         super().__init__()

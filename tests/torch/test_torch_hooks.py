@@ -1,4 +1,4 @@
-"""Hooks of torch's DistributedDataParallel that compress between nodes, over gloo and over the backend "bpsfast"."""
+"""Compressing hooks of torch's DistributedDataParallel, over gloo and over the backend "bpsfast"."""
 from __future__ import annotations
 
 import copy
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.base import reference_sum
+from bpsfast.compression import formats
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch import hooks
 from bpsfast.torch.compression_state import CompressionState, gradients_of
@@ -66,7 +67,7 @@ def path():
 
 
 def spied(state, hook, seen):
-    """*hook*, with what goes in and comes out noted in *seen*: for each call, (pack, place) -> (before, after)."""
+    """*hook*, which records its inputs and outputs in *seen*: for each call, (pack, position) -> (before, after)."""
     def spy(state, bucket):
         before = bucket.buffer().clone().numpy()
         gradients = [(id(each.parameter), each.offset, each.offset + each.n_elements) for each in gradients_of(bucket)]
@@ -76,8 +77,8 @@ def spied(state, hook, seen):
         def note(done):
             after = done.value().clone().numpy()
             for parameter, begin, end in gradients:
-                _, pack, place = state._packs._places[parameter]
-                call[state._packs.packs.index(pack), place] = before[begin:end], after[begin:end]
+                _, pack, position = state._packs._pack_of[parameter]
+                call[state._packs.packs.index(pack), position] = before[begin:end], after[begin:end]
             return done.value()
 
         return future.then(note)
@@ -105,12 +106,12 @@ def hooked(kind, backend, path, options):
 
 
 def packs_of(state):
-    """What the job knows of each pack: name, codec, stride, number of parameters."""
+    """Return for each pack: name, codec, stride, number of parameters."""
     return [(pack.unit.name, pack.unit.codec, pack.unit.stride, len(pack.nbytes_of)) for pack in state._packs.packs]
 
 
 def codec_of(kind):
-    return hooks._codec(CompressionState(k=0.05, name="-"), kind, **{
+    return getattr(formats, kind)(error_feedback=True, momentum=0.0, **{
         "topk": {"k": 0.05}, "randomk": {"k": 0.05}, "dithering": {"levels": 4}}.get(kind, {}))
 
 
@@ -173,7 +174,7 @@ def test_buckets_that_are_not_made_anew(shared_job, path):
 
 
 def inside_the_backend_alone(kind):
-    """The job is the process group's own: nobody has called init."""
+    """The job is the process group's own: init was not called."""
     model = DistributedDataParallel(Backwards())
     state, seen = CompressionState(k=0.05, name=f"alone {kind}"), []
     model.register_comm_hook(state, spied(state, getattr(hooks, f"{kind}_hook"), seen))
@@ -246,7 +247,7 @@ def test_learning_rates_are_those_of_the_optimizer(shared_job, path):
 
 
 def ended(path):
-    """What states leave behind: threads."""
+    """States must not leave threads behind."""
     with Group("gloo", path):
         model = DistributedDataParallel(Backwards(), bucket_cap_mb=0.35)
         state = CompressionState(name="ended")
@@ -293,7 +294,7 @@ def test_without_a_job_it_says_what_to_call(path):
 
 
 def dying(path):
-    """Rank 1 does not come to the third backward pass: the other one's ends with who is missing."""
+    """Rank 1 does not begin the third backward pass: the other rank's error names it."""
     with Group("gloo", path):
         model = DistributedDataParallel(Backwards())
         model.register_comm_hook(CompressionState(name="dying"), hooks.onebit_hook)

@@ -1,4 +1,4 @@
-"""torch's gradients through islands: of two ranks the same bits as without."""
+"""torch's gradients through islands: with two ranks the bits are the same as without islands."""
 from __future__ import annotations
 
 import pytest
@@ -33,6 +33,6 @@ def train(kind, compression):
                                                    ("cross_barrier", "none")])
 def test_the_same_bits_as_without(shared_job, kind, compression):
     plain = shared_job(ranks=(2,)).run(train, kind, compression)
-    far = shared_job(ranks=(2,), host_device=True).run(train, kind, compression)
+    on_device = shared_job(ranks=(2,), host_device=True).run(train, kind, compression)
     islands = shared_job(ranks=(2,), host_device=True, islands="auto").run(train, kind, compression)
-    assert plain[0] == plain[1] == far[0] == far[1] == islands[0] == islands[1]
+    assert plain[0] == plain[1] == on_device[0] == on_device[1] == islands[0] == islands[1]

@@ -1,4 +1,4 @@
-"""torch's ``env://`` where the launcher is `bpsfast run`, which sets none of torch's variables: real ranks, two nodes.
+"""torch's ``env://`` under `bpsfast run`, which sets none of torch's variables: real ranks, two nodes.
 
 `test_environments` has the other launchers.
 """

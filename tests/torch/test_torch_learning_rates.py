@@ -1,4 +1,4 @@
-"""Learning rates of an optimizer's groups, when they are asked for."""
+"""LearningRates returns the present learning rate of each parameter's group."""
 from __future__ import annotations
 
 import gc

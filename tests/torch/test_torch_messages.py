@@ -51,7 +51,7 @@ def test_round_the_ring_with_messages_of_any_size(ranks):
 
 
 def tags():
-    """What was sent first may be received last: the tag decides, and of one tag the order."""
+    """The first message may be received last: the tag decides, and for one tag the order."""
     group, messages = whole()
     n_tags = 8
     if group.rank == 0:
@@ -94,7 +94,7 @@ def test_a_receive_from_anybody_says_from_whom(ranks):
 
 
 def strided():
-    """Views are sent in the order of their elements, and written where they lie."""
+    """Views are sent in the order of their elements, and received into their own memory."""
     group, messages = whole()
     if group.rank == 0:
         messages.send(operand(torch.arange(12.0).reshape(3, 4).t()), 1, 0).wait()
@@ -129,7 +129,7 @@ def test_a_tensor_that_cannot_be_written_is_an_error_of_its_receive(ranks):
 
 
 def come_late(group, messages, tensor, sender, to, tag):
-    """When all ranks of the job say so, let *sender* send."""
+    """Let *sender* send once all ranks of the job are ready."""
     group.session.barrier(20)
     if group.rank == sender:
         messages.send(operand(tensor), to, tag).wait(timedelta(seconds=20))
@@ -158,7 +158,7 @@ def test_a_receive_that_is_late_names_its_sender_and_goes_on(ranks):
 
 
 def too_late():
-    """What a receive whose future has failed does not take is there for the next one."""
+    """A message that a failed receive has not taken is there for the next one."""
     group, messages = whole(0.5)
     if group.rank == 0:
         first, second, was_over = torch.zeros(3), torch.zeros(3), []
@@ -205,7 +205,7 @@ def test_receives_that_nobody_meets_end_with_their_group(ranks):
 
 
 def dropped():
-    """Nobody keeps the works: what they move arrives all the same."""
+    """The works are dropped at once; their messages arrive all the same."""
     group, messages = whole()
     n = 500_000
     if group.rank == 0:
@@ -263,7 +263,7 @@ def test_who_does_not_take_his_answer_keeps_nobody_else_in_the_barrier(ranks):
 
 
 def missing(who, names_all):
-    """All of *who* stay away from one barrier; what the others are told."""
+    """The ranks *who* miss one barrier; return the others' errors."""
     group, messages = whole()
     said = ""
     if group.rank not in who:

@@ -1,4 +1,4 @@
-"""torch over a device: checks of other files whose tensors go the way of a GPU's here (host_device)."""
+"""Checks of other files with tensors that take the path of a GPU's (setting host_device)."""
 from __future__ import annotations
 
 import threading
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.matrix
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_of_torch_have_the_setting():
-    """Processes of `torch_ranks` read it from the environment."""
+    """Set host_device in the environment, where processes of `torch_ranks` read it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BPSFAST_HOST_DEVICE", "1")
         yield
@@ -35,7 +35,7 @@ def shape(request):
 
 
 def went_on_device():
-    """Whether this rank's session has had a line."""
+    """Return the names of the device threads of this rank's session."""
     return list(process.current().devices._threads)
 
 
@@ -56,7 +56,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_same_comes_out(shared_job, shape, check):
-    """As with the same job without the setting, to the bit."""
+    """The results are those of the same job without the setting, to the bit."""
     function, *arguments = CHECKS[check]
     job = shared_job(**shape, host_device=True)
     found = job.run(function, *arguments)
@@ -68,7 +68,7 @@ def test_the_same_comes_out(shared_job, shape, check):
 
 
 def collectives():
-    """Return what every collective makes of this rank's tensors, and how many tensors went over a device."""
+    """Return the result of every collective on this rank, and how many tensors took the device path."""
     rank, size, made, count = dist.get_rank(), dist.get_world_size(), [], [0]
     pair = DeviceCall._pair
 
@@ -134,7 +134,7 @@ def test_torchs_own_ddp(torch_ranks, program):
 
 
 def futures():
-    """What follows a collective finds its result; a coalesced one is waited for as one."""
+    """Callbacks of a collective find its result; coalesced ones have a single work."""
     x = torch.full((10,), 1.0 + dist.get_rank())
     chained = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0].sum().item()).wait()
     many = [torch.full((n,), 1.0 + dist.get_rank()) for n in (3, 5, 7)]
@@ -164,7 +164,8 @@ def backward_while_the_stream_stands_still():
         optimizer.zero_grad(set_to_none=not held_up)
         with held(device) as gate:
             if held_up:
-                device.place = lambda: HostDevice.place(device, gate.stream)  # torch's current stream, so to speak
+                # torch's current stream, so to speak
+                device.location = lambda: HostDevice.location(device, gate.stream)
             net(x).sum().backward()
             own = [p.grad.clone() for p in net.parameters()]
             is_held = held_up and not gate.stream.record().done()
@@ -173,7 +174,7 @@ def backward_while_the_stream_stands_still():
             optimizer.synchronize()
             timer.join()
             gate.stream.record().wait(LIMIT_S)
-            vars(device).pop("place", None)
+            vars(device).pop("location", None)
         with optimizer.skip_synchronize():
             optimizer.step()
         means += [torch.allclose(p.grad, bps.push_pull(grad, name=f"own {held_up} {i}"))

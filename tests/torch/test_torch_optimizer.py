@@ -17,7 +17,7 @@ N_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As on the ranks: the number of threads changes the order of torch's own sums."""
+    """Use one thread, as on the ranks: the number of threads changes the order of torch's own sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -186,7 +186,7 @@ def test_compressed_gradients(two, kind, tolerance):
 
 
 def unused():
-    """A parameter that only rank 0 uses, one that nobody uses, one that is frozen."""
+    """A parameter that only rank 0 uses, one that no rank uses, one that is frozen."""
     used, unused, frozen = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     frozen.requires_grad_(False)
     named = [("used", used), ("unused", unused), ("frozen", frozen)]

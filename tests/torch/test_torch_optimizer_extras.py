@@ -1,4 +1,4 @@
-"""Compressed training that is saved, and goes on in another job with the same bits."""
+"""Compressed training is saved, and continues in another job with the same bits."""
 from __future__ import annotations
 
 import copy
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.matrix
 
 CODEC = compression.randomk(0.05, error_feedback=True, momentum=0.9, seed=5)
 SHAPE = {"ranks": (2, 1), "transport": "tcp", "min_compress_bytes": 1024}
-_kept = {}
+_state = {}
 
 
 def made(name, codec=CODEC, **options):
@@ -38,8 +38,8 @@ def train(model, optimizer, steps):
 
 
 def begin(name, crossing=False):
-    """Train four steps; return all that is to be saved, as a file's bytes."""
-    _kept[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
+    """Train four steps; return the saved file's bytes."""
+    _state[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
     train(model, optimizer, range(4))
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict()}, file)
@@ -47,15 +47,15 @@ def begin(name, crossing=False):
 
 
 def go_on(name):
-    model, optimizer = _kept[name]
+    model, optimizer = _state[name]
     train(model, optimizer, range(4, 8))
     optimizer.state_dict()  # of one that crosses: makes the updates that are due
     return [p.detach().numpy().tobytes() for p in model.parameters()]
 
 
 def resume(name, files, crossing=False, after=0, without=False):
-    """As `begin`, but go on from a file; *after* so many steps that it undoes, *without* what nodes keep."""
-    _kept[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
+    """As `begin`, but continue from a file; *after* that many steps, which loading undoes; *without* codec states."""
+    _state[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
     train(model, optimizer, range(50, 50 + after))
     saved = torch.load(io.BytesIO(files[bps.rank()]), weights_only=True)
     if without:
@@ -68,7 +68,7 @@ def resume(name, files, crossing=False, after=0, without=False):
 
 @pytest.fixture
 def jobs(shared_job):
-    """Three jobs alike, which know nothing of each other."""
+    """Three jobs of the same shape, independent of each other."""
     return [shared_job(**SHAPE, stall_warn_s=50.0 + i) for i in range(3)]
 
 
@@ -108,7 +108,7 @@ def test_what_another_node_kept_is_refused(job):
 
 
 def broadcast():
-    """What nodes keep is theirs: only the optimizer's own state is broadcast."""
+    """Codec states stay with their nodes: only the optimizer's own state is broadcast."""
     model, optimizer = made("cast")
     train(model, optimizer, range(2))
     before = {name: each.clone() for name, each in optimizer.state_dict()["compression"]["nodes"].items()}

@@ -1,4 +1,4 @@
-"""OuterOptimizer on real ranks, beside all ranks computed one after the other in this process."""
+"""OuterOptimizer on real ranks, against all ranks computed one after the other in this process."""
 from __future__ import annotations
 
 import copy
@@ -59,7 +59,7 @@ def on_ranks(n_steps, halves, options):
 
 
 def reference(n_ranks, n_steps, halves, sync_every, n_fragments=1, overlap=0, mix=0.5):
-    """Compute what each rank's parameters are after each step: the outer step by torch.optim.SGD itself."""
+    """Compute each rank's parameters after each step; torch.optim.SGD itself makes the outer steps."""
     root = model(0, halves)
     nets = [copy.deepcopy(root) for _ in range(n_ranks)]
     fixed = {r: model(r, halves)[0].bias for r in range(n_ranks)}
@@ -212,7 +212,7 @@ def refused():
 def test_what_cannot_be_is_refused_in_words(shared_job):
     words = ["this optimizer's parameters make", "not an OuterOptimizer's", "sync_every=9", "has 0 fragments",
              "has [] of outer steps", "has [], not what", "Parameter among", "NoneType among",
-             "before OuterOptimizer wraps", "already", "sync_every=0", "overlap=3", "n_fragments=4", "momentum=1",
+             "before the optimizer is wrapped", "already", "sync_every=0", "overlap=3", "n_fragments=4", "momentum=1",
              "4 of 5 parameters", "sync_every=2.5: expected int, got float", "overlap=1.5", "outer_lr='fast'"]
     for errors in shared_job(ranks=(2, 1), helpers=1, transport="tcp").run(refused):
         assert len(errors) == len(words) and all(word in error for word, error in zip(words, errors)), errors
@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused_in_words(shared_job):
 # -- bytes, and who is lost -------------------------------------------------------------------------------
 
 def bytes_sent(sync_every, n_steps):
-    """Return the bytes that this machine's node has sent over wires in *n_steps*."""
+    """Return the bytes that this machine's node has sent over the network in *n_steps*."""
     net = model(0)
     optimizer = bps.OuterOptimizer(inner(net.parameters()), net, sync_every)
     bpsfast.barrier()

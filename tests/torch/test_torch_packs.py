@@ -1,4 +1,4 @@
-"""Packs of parameters: how buckets are cut, what is saved of them, ranks that are done early, passes that fail."""
+"""Packs of parameters: how buckets are cut, saved states, ranks that finish early, failing passes."""
 from __future__ import annotations
 
 import io
@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
-from bpsfast.torch.compression_state import BucketCompletion, Gradient, _split_bucket
+from bpsfast.torch.compression_state import Gradient, _split_bucket
 from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
-from bpsfast.trainer.tensor_input import TensorInput
+from bpsfast.torch.partwise_future import PartwiseFuture
 from tests.support.packed_training import SHAPE, again, group, made, train, weights
 
-_kept = {}
+_state = {}
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
@@ -35,14 +35,9 @@ def test_packs_are_whole_and_no_larger_than_they_must_be(sizes, most):
             assert sum(each.n_elements for each in pack) + following[0].n_elements > most, "there was room"
 
 
-def landing(n_missing):
+def test_a_bucket_is_complete_with_its_last_gradient():
     tensor = torch.zeros(4)
-    memory = TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor)
-    return BucketCompletion(memory, tensor, n_missing), tensor
-
-
-def test_a_bucket_lands_with_its_last_gradient():
-    completion, tensor = landing(2)
+    completion = PartwiseFuture(tensor, 2)
     completion.part_done(None)
     assert not completion.future.done()
     completion.part_done(None)
@@ -50,7 +45,7 @@ def test_a_bucket_lands_with_its_last_gradient():
 
 
 def test_the_first_error_counts():
-    completion, _ = landing(3)
+    completion = PartwiseFuture(torch.zeros(4), 3)
     completion.part_done(ValueError("one"))
     completion.part_done(ValueError("two"))
     completion.part_done(None)
@@ -60,7 +55,7 @@ def test_the_first_error_counts():
 
 def test_many_threads_land_one_bucket_once():
     for _ in range(50):
-        completion, _ = landing(8)
+        completion = PartwiseFuture(torch.zeros(4), 8)
         threads = [threading.Thread(target=completion.part_done, args=(None,)) for _ in range(8)]
         for each in threads:
             each.start()
@@ -79,7 +74,7 @@ def path():
 
 
 def begin(name, path):
-    _kept[name] = model, optimizer, state = made(name, path, momentum=0.5)
+    _state[name] = model, optimizer, state = made(name, path, momentum=0.5)
     assert state.state_dict() == {"packs": [], "nodes": {}}
     train(model, optimizer, range(4))
     file = io.BytesIO()
@@ -88,21 +83,21 @@ def begin(name, path):
 
 
 def resume(name, path, files, without=False):
-    _kept[name] = model, _, state = made(f"{name} again", path, momentum=0.5)
+    _state[name] = model, _, state = made(f"{name} again", path, momentum=0.5)
     saved = torch.load(io.BytesIO(files[bps.rank()]), weights_only=True)
     model.load_state_dict(saved["model"])
     if not without:
         state.load_state_dict(saved["state"])
         before = state.state_dict()
         assert before == saved["state"], "not taken over yet"
-        _kept["before"] = before, saved["state"]
+        _state["before"] = before, saved["state"]
 
 
 def go_on(name):
-    model, optimizer, state = _kept.pop(name)
+    model, optimizer, state = _state.pop(name)
     train(model, optimizer, range(4, 8))
     assert state.state_dict()["nodes"]
-    before, saved = _kept.pop("before", (0, 0))
+    before, saved = _state.pop("before", (0, 0))
     assert before == saved, "a state that was given away does not change"
     dist.destroy_process_group()
     return weights(model)
@@ -158,7 +153,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(shared_job, path):
 
 
 def uneven(path):
-    """Rank r has 2 + r batches; those that are done shadow the others."""
+    """Rank r has 2 + r batches; finished ranks take part in the others' calls (join)."""
     model, optimizer, state = made("uneven", path, int8_hook)
     n_steps = 0
     with model.join():

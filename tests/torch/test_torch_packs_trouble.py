@@ -1,4 +1,4 @@
-"""What goes wrong with packs of parameters: passes that fail, parameters that change, states of jobs that are over."""
+"""Errors with packs of parameters: failing passes, parameters that change, states of ended jobs."""
 from __future__ import annotations
 
 import subprocess
@@ -41,7 +41,7 @@ def test_options_stay_as_they_were_first_used(shared_job, path):
 
 
 def failing(path, fail_at):
-    """All ranks fail in the midst of the third backward pass, and go on with the state that they have."""
+    """All ranks fail during the third backward pass, and continue with the state that they have."""
     model, optimizer, state = made("failing", path, net=Deep)
     train(model, optimizer, range(2))
     with pytest.raises(RuntimeError, match="in the midst of backward"):

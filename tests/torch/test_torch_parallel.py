@@ -1,4 +1,4 @@
-"""DistributedDataParallel: backward returns with the averages of the gradients by which they are defined."""
+"""DistributedDataParallel: when backward returns, the gradients are their averages over the ranks."""
 from __future__ import annotations
 
 import pytest
@@ -138,7 +138,7 @@ def test_no_sync_adds_up(everywhere):
 
 
 def losses_apart():
-    """Two forward passes, a backward pass for each; and a graph that is gone through twice."""
+    """Two forward passes with a backward pass each; and two backward passes through one graph."""
     model = network(seed=3)
     ddp = DistributedDataParallel(model)
     first, second = loss_of(ddp, bps.rank(), 0), loss_of(ddp, bps.rank(), 1)
@@ -207,7 +207,7 @@ def test_training(everywhere):
 
 
 def made_again():
-    """Wrapping again and again takes no more memory than is used at a time."""
+    """Repeated wrapping takes no more memory than the modules in use."""
     n_units, kept = [], []
     model = network()
     for _ in range(4):

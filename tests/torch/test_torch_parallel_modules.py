@@ -1,4 +1,4 @@
-"""DistributedDataParallel of modules of all kinds: branches, several models, recomputed, compiled, any output."""
+"""DistributedDataParallel of all kinds of modules: branches, several models, recomputed, compiled, any output."""
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.matrix
 
 
 class Branches(torch.nn.Module):
-    """Uses the parameters that it is told to."""
+    """Uses the parameters that its input selects."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def test_two_models_in_one_backward_pass(everywhere):
 
 
 class Opaque:
-    """An output of a class of which DistributedDataParallel knows nothing."""
+    """An output of a class that is unknown to DistributedDataParallel."""
 
     def __init__(self, value):
         self.value = value
@@ -126,7 +126,7 @@ def test_two_models_with_a_common_parameter(everywhere, is_frozen):
 
 
 class Recomputing(torch.nn.Module):
-    """Keeps nothing between its layers for the backward pass, which computes it again."""
+    """Saves no activations between its layers: the backward pass computes them again."""
 
     def __init__(self, is_reentrant):
         super().__init__()
@@ -154,7 +154,7 @@ def test_checkpoints_that_compute_again(everywhere):
 
 
 def nested():
-    """A model inside a pass within the pass of another: its step ends with the inner one, the other's does not."""
+    """A model in a nested pass of another one's: the nested pass ends its step, but not the other's."""
     outer, inner = network(seed=10), torch.nn.Linear(3, 3).double()
     ddp_outer, ddp_inner = DistributedDataParallel(outer), DistributedDataParallel(inner)
     for step in range(3):
@@ -227,7 +227,7 @@ def test_outputs_in_containers(everywhere):
 
 
 class Hidden(torch.nn.Module):
-    """Returns an object in which nobody finds tensors."""
+    """Returns an object in which tensors cannot be found."""
 
     def __init__(self):
         super().__init__()

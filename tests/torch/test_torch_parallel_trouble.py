@@ -1,4 +1,4 @@
-"""DistributedDataParallel where something goes wrong: named on all ranks, and mended where it can be."""
+"""DistributedDataParallel with errors: all ranks name them, and recover where possible."""
 from __future__ import annotations
 
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.matrix
 
 
 def fails_between():
-    """A backward pass that an exception ends: synchronize makes the step whole, and training goes on."""
+    """A backward pass that an exception interrupts: synchronize completes the step, and training continues."""
     model = network(seed=8)
     ddp = DistributedDataParallel(model)
     loss_of(ddp, bps.rank()).backward()

@@ -1,4 +1,4 @@
-"""All-reduces of a gloo group in one order on all ranks, in real processes: the sums are those of torch alone."""
+"""All-reduces of a gloo group in one order on all ranks, in real processes: the sums are torch's own."""
 from __future__ import annotations
 
 import os
@@ -59,7 +59,7 @@ def when_the_other_has_closed(store, prepare):
 
 
 def tensors():
-    """What this rank gives: all sorts of sizes and dtypes, the same kinds on all ranks."""
+    """Return this rank's tensors: all sorts of sizes and dtypes, the same kinds on all ranks."""
     torch.manual_seed(bps.rank())
     made = {f"f{i}": _whole(size) for i, size in enumerate((1, 7, 1000, 4097, 100_000))}
     made |= {"double": _whole(3, 5).double(), "half": _whole(999).half(), "none": torch.zeros(0)}
@@ -147,7 +147,7 @@ def test_buckets_of_ddp_train_as_without(two, tmp_path):
 
 
 def averages(store):
-    """An average, and what is refused before anything is given."""
+    """An average, and arguments that are refused at once."""
     with scheduled(store) as schedule:
         x = torch.full((3,), float(bps.rank()))
         value = schedule.all_reduce(x, name="x", average=True).wait().tolist()
@@ -175,7 +175,7 @@ def test_averages_other_operations_and_what_is_refused(two, tmp_path):
 
 
 def differing(store):
-    """What a rank hears when the ranks give different things under one name."""
+    """Return a rank's error when the ranks give different tensors under one name."""
     try:
         with scheduled(store, partition_nbytes=12) as schedule:
             schedule.all_reduce(torch.ones(3 + bps.rank()), name="x").wait()  # the first part is alike
@@ -190,7 +190,7 @@ def test_what_differs_is_an_error_on_all_ranks(two, tmp_path):
 
 
 def giving_alone(store):
-    """What rank 0 hears when the other has closed."""
+    """Return rank 0's error when the other rank has closed."""
     def prepare(schedule):
         def act():
             with pytest.raises(BpsError) as raised:
@@ -209,7 +209,7 @@ def test_a_rank_that_has_closed_is_named(two, tmp_path):
 
 
 def training_alone(store):
-    """What rank 0's backward pass raises when the other has closed."""
+    """Return the error of rank 0's backward pass when the other rank has closed."""
     def prepare(schedule):
         ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
         ddp.register_comm_hook(schedule, bucket_hook)

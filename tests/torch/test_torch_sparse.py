@@ -1,4 +1,4 @@
-"""Sums of sparse tensors against the sums of the same tensors, dense: in jobs of every shape."""
+"""Sums of sparse tensors against the sums of the same tensors as dense ones, in jobs of every shape."""
 from __future__ import annotations
 
 import pytest

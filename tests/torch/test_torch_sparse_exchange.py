@@ -27,7 +27,7 @@ def network(sparse):
 
 
 def loss_of(net, step, rank):
-    """Words repeat, and are popular unequally; rank 1 uses no marks in the first step, and no words in the third."""
+    """Words repeat, with different frequencies; rank 1 uses no marks in the first step, and no words in the third."""
     draw = torch.Generator().manual_seed(100 * step + rank)
     words = (torch.rand(900, generator=draw) ** 3 * N_WORDS).long()
     hidden = net["words"](words).mean(0, keepdim=True) if (step, rank) != (2, 1) else torch.zeros(1, WIDTH)

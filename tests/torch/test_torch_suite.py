@@ -1,4 +1,4 @@
-"""torch's own tests of torch.distributed with our backend: what gloo passes on CPUs passes, or has a reason."""
+"""torch's own tests of torch.distributed with bpsfast's backend: what gloo passes on CPUs passes, or has a reason."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""BytePS's suspend and resume in jobs of several ranks: the next job has the numbers that were asked for, or none."""
+"""BytePS's suspend and resume in jobs of several ranks: the next job has the requested numbers, or is refused."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Under torchrun's elastic agent, which ends and restarts all ranks when one is lost: `init` works again each time."""
+"""torchrun's elastic agent restarts all ranks when one is lost: `init` works again each time."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""torch's Work: waited for, asked about, followed by a future; errors as torch's own, whoever looks first."""
+"""torch's Work: waiting, status, futures, and errors of torch's own class, in any order."""
 from __future__ import annotations
 
 import gc
@@ -27,7 +27,7 @@ def work():
 def losing(monkeypatch):
     """A torch that loses the Python half of works that only C++ refers to."""
     monkeypatch.setattr(works, "LOSES_PYTHON_WORK", True)
-    monkeypatch.setattr(works, "_kept", {})
+    monkeypatch.setattr(works, "_references", {})
 
 
 @pytest.mark.parametrize("use", ["wait", "get_future"])
@@ -44,9 +44,9 @@ def test_a_work_is_kept_until_it_is_used(losing, use):
 
 
 def test_works_that_nobody_waits_for_are_not_kept_for_ever(losing):
-    alive = [weakref.ref(Work([], 5.0, "all_reduce")) for _ in range(works._MAX_KEPT + 3)]
+    alive = [weakref.ref(Work([], 5.0, "all_reduce")) for _ in range(works._MAX_REFERENCES + 3)]
     gc.collect()
-    assert [each() is None for each in alive] == [True] * 3 + [False] * works._MAX_KEPT
+    assert [each() is None for each in alive] == [True] * 3 + [False] * works._MAX_REFERENCES
 
 
 def test_before_and_after(work):

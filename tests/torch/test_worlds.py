@@ -27,7 +27,7 @@ _SIZE = 3
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """Run a scenario of `tests.support.world_rank` on three ranks, started by nobody; return what each printed."""
+    """Run a scenario of `tests.support.world_rank` on three ranks without a launcher; return what each printed."""
     with contextlib.ExitStack() as stack:
 
         def run(scenario: str) -> list[Any]:
@@ -113,7 +113,7 @@ def test_who_does_not_come_to_a_group_is_named(ranks):
 
 
 def of_the_launchers_job(folder):
-    """Under a launcher, and after `bpsfast.init`, groups are in the job that is there, and leave it as it was."""
+    """Under a launcher, and after `bpsfast.init`, groups use the existing job, and leave it as it was."""
     import torch
     import torch.distributed as dist
 
@@ -131,7 +131,7 @@ def of_the_launchers_job(folder):
 
 @pytest.mark.parametrize("attach", [True, False])
 def test_the_job_that_is_there_is_taken(job, tmp_path, attach):
-    """Without *attach* it is the first call of `bpsfast.init` on each rank that joins: the group's."""
+    """Without *attach* the first group calls `bpsfast.init` on each rank."""
     started = job(ranks=(2, 1), attach=attach)
     if attach:
         assert started.run(of_the_launchers_job, str(tmp_path)) == [[3.0] * 3] * 3

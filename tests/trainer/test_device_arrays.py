@@ -24,7 +24,7 @@ def test_zeros_of_the_host_device(dtype, shape):
     assert not made.view(np.uint8).any() if shape else True
     found = tensor_input(made)
     assert (found.dtype, found.shape, found.writable) == (dtype, shape, True)
-    assert found.place.device is host_device()
+    assert found.location.device is host_device()
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "host:0", "CUDA", "cpu"])
@@ -44,7 +44,7 @@ def test_like_an_array_of_a_stream():
     stream = host_device().stream()
     x = np.ones((3, 2), "f8").view(HostArray)
     x.stream = stream
-    made = arrays.empty_like(tensor_input(x))
+    made = tensor_input(x).empty_like()
     assert isinstance(made, HostArray)
     assert (made.shape, made.dtype, made.stream) == (x.shape, x.dtype, stream)
     assert made.ctypes.data != x.ctypes.data
@@ -54,14 +54,14 @@ def test_like_an_array_of_a_stream():
 def test_like_a_read_only_array():
     x = np.ones(3, "f4").view(HostArray)
     x.flags.writeable = False
-    assert arrays.empty_like(tensor_input(x)).flags.writeable
+    assert tensor_input(x).empty_like().flags.writeable
 
 
 def test_like_a_tensor():
     from dataclasses import replace
 
     x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    memory = replace(tensor_input(x.detach()), place=host_device().place())
-    made = arrays.empty_like(memory)
+    memory = replace(tensor_input(x.detach()), location=host_device().location())
+    made = memory.empty_like()
     assert isinstance(made, torch.Tensor)
     assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, False)

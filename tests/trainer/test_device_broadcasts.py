@@ -23,7 +23,7 @@ def two(shared_job):
     return shared_job(ranks=(2,), transport="auto")
 
 
-def far(x, stream=None):
+def on_device(x, stream=None):
     x = np.ascontiguousarray(x).view(HostArray)
     x.stream = stream
     return x
@@ -35,7 +35,7 @@ def of_all_kinds():
     for root in range(bpsfast.size()):
         for shape, dtype in ((), "f4"), ((0,), "f4"), ((3, 5), "f8"), ((7,), "i8"), ((3 << 19,), "f4"):
             want = np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape) + 1
-            x = far(want if bpsfast.rank() == root else np.zeros_like(want))
+            x = on_device(want if bpsfast.rank() == root else np.zeros_like(want))
             got = bpsfast.broadcast(x, root)
             if got is not x or not (x == want).all():
                 wrong.append((root, shape, dtype))
@@ -49,7 +49,7 @@ def test_all_get_what_the_root_has(ranks):
 def read_only():
     """What cannot be written is answered by a new array of the kind."""
     stream = host_device().stream()
-    x = far(np.full(10, 5.0 + bpsfast.rank(), "f4"), stream)
+    x = on_device(np.full(10, 5.0 + bpsfast.rank(), "f4"), stream)
     x.flags.writeable = False
     got = bpsfast.broadcast(x, 1)
     stream.record().wait(LIMIT_S)
@@ -65,7 +65,7 @@ def test_what_is_read_only_stays(two):
 def in_order():
     """The root sends what its stream computes; others find it on theirs, after what they have enqueued."""
     with held(host_device()) as gate:
-        x = far(np.zeros(1000, "f4"), gate.stream)
+        x = on_device(np.zeros(1000, "f4"), gate.stream)
         gate.stream.run(lambda: x.fill(1 + bpsfast.rank()))
         seen = []
         if bpsfast.rank() == 0:
@@ -90,7 +90,7 @@ def mixed():
     """A rank's array may be on a device where another's is not."""
     x = np.full(100, 3.0 + bpsfast.rank(), "f4")
     if bpsfast.rank():
-        x = far(x)
+        x = on_device(x)
     return [float(bpsfast.broadcast(x, root).sum()) for root in (0, 1)]
 
 
@@ -100,10 +100,10 @@ def test_devices_and_hosts_together(two):
 
 def different():
     try:
-        bpsfast.broadcast(far(np.zeros(3 + bpsfast.rank(), "f4")), 0)
+        bpsfast.broadcast(on_device(np.zeros(3 + bpsfast.rank(), "f4")), 0)
     except MismatchError as exc:
-        return str(exc), float(bpsfast.broadcast(far(np.ones(2, "f4")), 0).sum())
-    return "", float(bpsfast.broadcast(far(np.ones(2, "f4")), 0).sum())
+        return str(exc), float(bpsfast.broadcast(on_device(np.ones(2, "f4")), 0).sum())
+    return "", float(bpsfast.broadcast(on_device(np.ones(2, "f4")), 0).sum())
 
 
 def test_a_mismatch_is_told(two):
@@ -121,7 +121,7 @@ def failing():
         raise ValueError("a bad kernel")
 
     stream.run(fail)
-    x = far(np.zeros(3, "f4"), stream)
+    x = on_device(np.zeros(3, "f4"), stream)
     text = ""
     try:
         if bpsfast.rank() == 0:
@@ -129,7 +129,7 @@ def failing():
     except DeviceError as exc:
         text = str(exc)
     stream.close()
-    again = float(bpsfast.broadcast(far(np.ones(2, "f4")), 0).sum())
+    again = float(bpsfast.broadcast(on_device(np.ones(2, "f4")), 0).sum())
     return text, again, len(process.current().devices.staging_buffers._returning)
 
 

@@ -1,4 +1,4 @@
-"""The devices of a session: segments pinned once, lines made when they are needed, all of it over at the end."""
+"""The devices of a session: segments pinned once, copy threads made when they are needed, all of it over at the end."""
 from __future__ import annotations
 
 import logging
@@ -21,7 +21,7 @@ def two(shared_job):
     return shared_job(ranks=(2,), timeout_s=20)
 
 
-def far(value=1.0, n=1000):
+def on_device(value=1.0, n=1000):
     return np.full(n, value, "f4").view(HostArray)
 
 
@@ -30,7 +30,7 @@ def pinned_once():
     devices, pins = process.current().devices, host_device()._pinned
     before = len(pins)
     for name in "pqr":
-        bpsfast.push_pull(far(), name=f"pinned {name}")
+        bpsfast.push_pull(on_device(), name=f"pinned {name}")
     devices.pin(host_device(), list(process.current().memory.segments.values()))
     once = len(host_device()._pinned)
     other = HostDevice()
@@ -49,8 +49,8 @@ def test_segments_are_pinned_once_for_a_kind(job):
 def ended():
     """The end of a session ends its threads and unpins; a next one pins anew."""
     before = threading.active_count()
-    sums = [float(bpsfast.push_pull(far(), average=False, name="ended")[0])]
-    bpsfast.broadcast(far(), 0)
+    sums = [float(bpsfast.push_pull(on_device(), average=False, name="ended")[0])]
+    bpsfast.broadcast(on_device(), 0)
     during = threading.active_count()
     n_pinned = len(host_device()._pinned)
     bpsfast.shutdown()
@@ -69,7 +69,7 @@ def test_the_end_leaves_nothing(job):
 def ended_midway():
     """A session is closed while its owner's stream stands still, and what waits for it is told so."""
     with held(host_device()) as gate:
-        x = far()
+        x = on_device()
         x.stream = gate.stream
         handle = bpsfast.push_pull_async(x, name="midway")
         told = []
@@ -87,7 +87,7 @@ def ended_midway():
         pinned = list(host_device()._pinned)
         n_threads = sum(thread.name.startswith("bpsfast-from") for thread in threading.enumerate())
         try:
-            bpsfast.push_pull(far(), name="midway")
+            bpsfast.push_pull(on_device(), name="midway")
         except ClosedError as exc:
             told.append(type(exc))
         return told, pinned, n_threads
@@ -103,10 +103,10 @@ def copies_at_the_end():
     bpsfast.declare("late", (1000,), average=False)
     unit = session.tensors.unit("late", LIMIT_S)
     with held(host_device()) as gate:
-        late = far(0)
+        late = on_device(0)
         late.stream = gate.stream
-        crossing = session.devices.send(unit, DeviceBytes.of(tensor_input(far())), DeviceBytes.of(tensor_input(late)))
-        crossing.wait(deadline())
+        sent = session.devices.send(unit, DeviceBytes.of(tensor_input(on_device())), DeviceBytes.of(tensor_input(late)))
+        sent.wait(deadline())
         is_closed = session.devices.close(0.1, lambda: ClosedError("closed"))
         kept = len(host_device()._pinned)
         gate.go()
@@ -138,7 +138,7 @@ def refused_pins():
     results = [segment for segment in session.memory.segments.values() if not segment.writable]
     for segment in results:
         host_device().pin(segment.address, segment.nbytes, False)  # so that it cannot be again
-    sums = [float(bpsfast.push_pull(far(), average=False, name="refused", out=far())[0]) for _ in range(2)]
+    sums = [float(bpsfast.push_pull(on_device(), average=False, name="refused", out=on_device())[0]) for _ in range(2)]
     fresh = Devices(session)
     inputs = [segment for segment in session.memory.segments.values() if segment.writable]
     try:
@@ -155,17 +155,17 @@ def test_results_that_cannot_be_pinned(job):
         assert "pinned already" in refusal
 
 
-def placed():
+def located():
     """The setting host_device: what is not shared memory lies on the host device."""
     devices = process.current().devices
-    private, shared, already = np.ones(3, "f4"), bpsfast.empty(3), far(n=3)
-    places = [devices.placed(tensor_input(x)).place for x in (private, shared, already)]
-    return [place and place.device.name for place in places], DeviceBytes.of(from_array(private)) is None
+    private, shared, already = np.ones(3, "f4"), bpsfast.empty(3), on_device(n=3)
+    locations = [devices.located(tensor_input(x)).location for x in (private, shared, already)]
+    return [location and location.device.name for location in locations], DeviceBytes.of(from_array(private)) is None
 
 
 def test_the_setting_places_arrays(job, two):
-    assert job(ranks=(1,), host_device=True).run(placed) == [(["host", None, "host"], True)]
-    assert two.run(placed) == [([None, None, "host"], True)] * 2
+    assert job(ranks=(1,), host_device=True).run(located) == [(["host", None, "host"], True)]
+    assert two.run(located) == [([None, None, "host"], True)] * 2
 
 
 def into_shared_memory():

@@ -36,9 +36,9 @@ def unit_of(prefix):
     g = Gradients(SHAPES, prefix=prefix, average=False)
     for name in g:
         g.region(name)
-    unit = g._slots["a"].unit
-    assert {id(slot.unit) for slot in g._slots.values()} == {id(unit)}
-    return g, unit, {name: slot.offset for name, slot in g._slots.items()}
+    unit = g._gradients["a"].unit
+    assert {id(gradient.unit) for gradient in g._gradients.values()} == {id(unit)}
+    return g, unit, {name: gradient.offset for name, gradient in g._gradients.items()}
 
 
 def fused():
@@ -75,7 +75,7 @@ def partly_on_the_host():
     seen = []
     for round in range(6):
         order = list(SHAPES)[round % 3 :] + list(SHAPES)[: round % 3]
-        far = arrays(round)
+        on_device = arrays(round)
         private = np.full(SHAPES["b"][0], round + bpsfast.rank(), "f4")
         for name in order if round < 3 else reversed(order):
             if name == "a":
@@ -84,11 +84,11 @@ def partly_on_the_host():
             elif name == "b":
                 g.fill("b", private.ctypes.data, private.nbytes)
             else:
-                memory = tensor_input(far["c"])
+                memory = tensor_input(on_device["c"])
                 g.fill_from("c", memory, memory if round % 2 else None)
         g.deliver("b", private.ctypes.data, private.nbytes)
-        g.deliver_to("c", tensor_input(far["c"]))
-        seen.append([float(x.sum()) / x.size - 2 * round for x in (g.wait("a"), private, far["c"])])
+        g.deliver_to("c", tensor_input(on_device["c"]))
+        seen.append([float(x.sum()) / x.size - 2 * round for x in (g.wait("a"), private, on_device["c"])])
         g.step()
     return seen
 
@@ -105,9 +105,9 @@ def refused():
     other.name = "elsewhere"
     x = arrays()
     here, there = tensor_input(x["a"]), from_array(np.zeros(5, "f4"))
-    far = replace(tensor_input(x["b"]), place=other.place())
+    on_device = replace(tensor_input(x["b"]), location=other.location())
     texts = []
-    for arguments in (("a", here, there), ("a", here, far)):
+    for arguments in (("a", here, there), ("a", here, on_device)):
         try:
             gathering.add(unit, offsets[arguments[0]], *arguments[1:])
         except UnsupportedError as exc:
@@ -115,7 +115,7 @@ def refused():
     nothing = gathering.send(unit)
     gathering.add(unit, offsets["a"], here, here)
     try:
-        gathering.add(unit, offsets["b"], far, None)
+        gathering.add(unit, offsets["b"], on_device, None)
     except UnsupportedError as exc:
         texts.append(str(exc))
     return texts, nothing

@@ -13,7 +13,7 @@ from bpsfast.trainer.tensor_input import tensor_input
 from bpsfast.trainer.tuning_search import TuningPoint
 from tests.support.device_arrays import Stream, same, values
 from tests.support.device_memory import LIMIT_S, Slow, eventually, held
-from tests.trainer.test_tuning_in_training import CUTS, Tour
+from tests.trainer.test_tuning_in_training import LAYOUTS, Tour
 
 pytestmark = pytest.mark.matrix
 SHAPES = [((2,), 0), ((2, 2), 0), ((2, 1), 1)]
@@ -45,8 +45,9 @@ def gradients_of(prefix, steps, **options):
 
 
 def by_gradients(group_small, average):
-    near, far = gradients_of(f"by {group_small} {average}", 4, group_small=group_small, average=average)
-    return [(step, name) for step, (a, b) in enumerate(zip(near, far)) for name in a if not same(a[name], b[name])]
+    on_host, on_device = gradients_of(f"by {group_small} {average}", 4, group_small=group_small, average=average)
+    return [(step, name) for step, (a, b) in enumerate(zip(on_host, on_device)) for name in a
+            if not same(a[name], b[name])]
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -108,18 +109,18 @@ def filled_from():
     wrong = []
     with Stream() as one, Stream() as other:
         for step in range(4):
-            far = {name: one.far(np.full(shape, step + bpsfast.rank(), dtype))
+            on_device = {name: one.on_device(np.full(shape, step + bpsfast.rank(), dtype))
                    for name, (shape, dtype) in LAYERS.items()}
-            back = {name: other.far(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
+            back = {name: other.on_device(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
             for name in g:
-                target = {0: None, 1: tensor_input(back[name]), 2: tensor_input(far[name])}[step % 3]
-                g.fill_from(name, tensor_input(far[name]), target)
+                target = {0: None, 1: tensor_input(back[name]), 2: tensor_input(on_device[name])}[step % 3]
+                g.fill_from(name, tensor_input(on_device[name]), target)
             for name in g:
                 g.deliver_to(name, tensor_input(back[name]))
-                g.deliver_to(name, tensor_input(far[name]))
+                g.deliver_to(name, tensor_input(on_device[name]))
             total = sum(step + rank for rank in range(bpsfast.size()))
             for name in g:
-                if not (other.near(back[name]) == total).all() or not (one.near(far[name]) == total).all():
+                if not (other.on_host(back[name]) == total).all() or not (one.on_host(on_device[name]) == total).all():
                     wrong.append((step, name))
             g.step()
     return wrong
@@ -132,13 +133,13 @@ def test_gradients_of_streams(ranks):
 def tuned():
     """Editions with other partitions and fusion come and go under gradients on a device, whose streams are late."""
     g = Gradients(LAYERS, prefix="tuned ", average=False, device="host")
-    points = [TuningPoint(*cut[:2], 1 << 20 + i, cut[2]) for i, cut in enumerate(CUTS)]
-    if g._tuner._pilot is not None:
-        g._tuner._pilot = Tour(g._tuner._pilot.decision.active, points)
+    points = [TuningPoint(*sizes[:2], 1 << 20 + i, sizes[2]) for i, sizes in enumerate(LAYOUTS)]
+    if g._tuner._runner is not None:
+        g._tuner._runner = Tour(g._tuner._runner.decision.active, points)
     wrong, editions = [], set()
     with Stream() as stream:
-        elsewhere = {name: stream.far(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
-        for step in range(8 * len(CUTS) + 16):
+        elsewhere = {name: stream.on_device(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
+        for step in range(8 * len(LAYOUTS) + 16):
             for name in reversed(list(g)):
                 g[name][...] = step % 7 + bpsfast.rank()
                 g.ready(name)
@@ -154,11 +155,11 @@ def tuned():
     return wrong, len(editions)
 
 
-def test_editions(shared_job, tmp_path):
+def test_layouts(shared_job, tmp_path):
     job = shared_job(ranks=(2,), autotune=True, tuned_dir=str(tmp_path))
-    (wrong, n_editions), (others_wrong, n_others) = job.run(tuned)
+    (wrong, n_layouts), (others_wrong, n_others) = job.run(tuned)
     assert wrong == others_wrong == []
-    assert n_editions == n_others >= 3, "one that comes late, on a busy machine, is left out"
+    assert n_layouts == n_others >= 3, "one that comes late, on a busy machine, is left out"
 
 
 def while_the_stream_stands_still():
@@ -202,8 +203,8 @@ def written_after_the_step(ends):
         return made[-1]
 
     with Stream() as owner:
-        stream = owner.far(np.zeros(1, "f4")).stream
-        device.stream = slow  # those of the lines: copies happen when the test says so
+        stream = owner.on_device(np.zeros(1, "f4")).stream
+        device.stream = slow  # of the copy threads: copies happen when the test says so
         g = Gradients({"x": ((1000,), "f4"), "y": ((10,), "f4")}, average=False, device="host", prefix=f"{ends} ")
         for name in g:
             g[name].stream = stream
@@ -219,7 +220,7 @@ def written_after_the_step(ends):
             stream.run(lambda name=name: g[name].fill(5))
         made[1].go(2)  # and back
         del device.stream
-        return [owner.near(g[name]).tolist() == [5.0] * g[name].size for name in g]
+        return [owner.on_host(g[name]).tolist() == [5.0] * g[name].size for name in g]
 
 
 @pytest.mark.parametrize("ends", ["step", "finish"])

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bpsfast.gpu.device import DeviceRegion, DeviceSegment, SharedMemory
-from bpsfast.trainer.device_input import DeviceInput
+from bpsfast.trainer.gpu.gpu_direct import DeviceInput
 from bpsfast.trainer.input_memory import Region
 
 
@@ -22,5 +22,5 @@ def test_all_on_one_side():
     host = DeviceInput(Region(None, 3, 0, 64), None, {}, 1000)
     assert host.on_device == {} and host.entry(2) == (3, 2000)
     segment = DeviceSegment(9, SharedMemory(1 << 40, 1 << 20, -1, "", lambda: None))
-    straight = DeviceInput(None, DeviceRegion(segment, 0, 1000), {0: 0}, 1000)
-    assert straight.address == 0 and straight.segments({}) == [] and straight.entry(0) == (9, 0)
+    direct = DeviceInput(None, DeviceRegion(segment, 0, 1000), {0: 0}, 1000)
+    assert direct.address == 0 and direct.segments({}) == [] and direct.entry(0) == (9, 0)

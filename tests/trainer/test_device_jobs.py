@@ -34,18 +34,18 @@ def pushed(shape, dtype, form, average):
     with Stream() as stream:
         for round in range(3):
             x = values(shape, dtype, round)
-            want = bpsfast.push_pull(x.copy(), average, f"{name} near")
-            far = stream.far(x)
-            out = {"new": None, "out": stream.far(np.zeros_like(x)), "in place": far, "async": None}[form]
+            want = bpsfast.push_pull(x.copy(), average, f"{name} on_host")
+            on_device = stream.on_device(x)
+            out = {"new": None, "out": stream.on_device(np.zeros_like(x)), "in place": on_device, "async": None}[form]
             if form == "async":
-                got = bpsfast.synchronize(bpsfast.push_pull_async(far, average, f"{name} far"))
+                got = bpsfast.synchronize(bpsfast.push_pull_async(on_device, average, f"{name} on_device"))
             else:
-                got = bpsfast.push_pull(far, average, f"{name} far", out=out)
+                got = bpsfast.push_pull(on_device, average, f"{name} on_device", out=out)
             if out is not None and got is not out:
                 return round, "is not out"
-            if not isinstance(got, HostArray) or not same(stream.near(got), want):
+            if not isinstance(got, HostArray) or not same(stream.on_host(got), want):
                 return round, "differs"
-            if form != "in place" and not same(stream.near(far), x):
+            if form != "in place" and not same(stream.on_host(on_device), x):
                 return round, "the input changed"
     return None
 
@@ -62,12 +62,12 @@ def deferred(n):
     """Pushes before other ranks have declared the names, in another order on each; none waits for another."""
     order = np.random.default_rng(bpsfast.rank()).permutation(n)
     with Stream() as stream:
-        far = {i: stream.far(np.full(1000 + i, 1.0 + bpsfast.rank(), "f4")) for i in range(n)}
-        handles = {i: bpsfast.push_pull_async(far[i], False, f"deferred {i}", out=far[i]) for i in order}
+        on_device = {i: stream.on_device(np.full(1000 + i, 1.0 + bpsfast.rank(), "f4")) for i in range(n)}
+        handles = {i: bpsfast.push_pull_async(on_device[i], False, f"deferred {i}", out=on_device[i]) for i in order}
         for i in reversed(order):
             bpsfast.synchronize(handles[i])
         total = bpsfast.size() * (bpsfast.size() + 1) / 2
-        return [i for i in range(n) if not (stream.near(far[i]) == total).all()]
+        return [i for i in range(n) if not (stream.on_host(on_device[i]) == total).all()]
 
 
 def test_names_that_others_declare_later(ranks):
@@ -82,9 +82,9 @@ def compressed(codec):
         for round in range(4):
             x = values((100_000,), "float32", round)
             options = {"compression": choice, "learning_rate": 0.1 / (1 + round)}
-            want = bpsfast.push_pull(x.copy(), name=f"{codec} near", **options)
-            got = bpsfast.push_pull(stream.far(x), name=f"{codec} far", **options)
-            if not same(stream.near(got), want):
+            want = bpsfast.push_pull(x.copy(), name=f"{codec} on_host", **options)
+            got = bpsfast.push_pull(stream.on_device(x), name=f"{codec} on_device", **options)
+            if not same(stream.on_host(got), want):
                 return round
     return None
 
@@ -98,9 +98,9 @@ def many_partitions():
     """Thousands of partitions in the time that takes, not its square."""
     n = 4000
     with Stream() as stream:
-        x = stream.far(np.full(1024 * n, 1.0 + bpsfast.rank(), "f4"))
+        x = stream.on_device(np.full(1024 * n, 1.0 + bpsfast.rank(), "f4"))
         bpsfast.push_pull(x, average=False, name="many", out=x)
-        return float(stream.near(x).sum(dtype="f8")) == 3.0 * 1024 * n
+        return float(stream.on_host(x).sum(dtype="f8")) == 3.0 * 1024 * n
 
 
 def test_many_partitions(shared_job):
@@ -114,18 +114,19 @@ def with_the_setting():
     for average in True, False:
         for shape, dtype in ((50_000,), "float32"), ((3,), "int64"), ((), "bfloat16"), ((0,), "float32"):
             x = values(shape, dtype)
-            near = Gradients({"x": (shape, TABLE[dtype].numpy)}, prefix=f"setting {average} {shape} ", average=average)
-            near["x"][...] = x
-            near.ready("x")
-            want = np.array(near.wait("x"))
-            near.step()
+            on_host = Gradients({"x": (shape, TABLE[dtype].numpy)}, prefix=f"setting {average} {shape} ",
+                                average=average)
+            on_host["x"][...] = x
+            on_host.ready("x")
+            want = np.array(on_host.wait("x"))
+            on_host.step()
             name = f"with {average} {shape}"
             for got in (bpsfast.push_pull(x, average, name), bpsfast.push_pull(x, average, name, out=x.copy()),
                         bpsfast.synchronize(bpsfast.push_pull_async(x, average, name)), ):
                 if type(got) is not np.ndarray or not same(got, want):
                     wrong.append((average, shape))
-    lines = process.current().devices._threads
-    return wrong, list(lines)
+    threads = process.current().devices._threads
+    return wrong, list(threads)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])

@@ -1,4 +1,4 @@
-"""A crossing on real ranks: there, the sum, and back; what is waited for, and for how long."""
+"""Device rounds on real ranks: to the host, the sum, and back; what is waited for, and for how long."""
 from __future__ import annotations
 
 import threading
@@ -31,7 +31,7 @@ def on(stream, n=N):
 
 
 def begin(name, source, target):
-    """Return the crossing of *source* to *target*, and its unit."""
+    """Return the round of *source* to *target*, and its unit."""
     session = process.current()
     bpsfast.declare(name, source.shape, average=False)
     unit = session.tensors.unit(name, LIMIT_S)
@@ -41,10 +41,10 @@ def begin(name, source, target):
 
 def there_and_back():
     x = on(None)
-    crossing, unit = begin("back", x, x)
-    crossing.wait(deadline())
-    crossing.join(host_device().place().caller())
-    return float(x.min()), float(x.max()), crossing.done(), unit.in_flight, crossing.round == unit.round
+    sent, unit = begin("back", x, x)
+    sent.wait(deadline())
+    sent.join(host_device().location().caller())
+    return float(x.min()), float(x.max()), sent.done(), unit.in_flight, sent.round == unit.round
 
 
 def test_there_and_back(job):
@@ -53,10 +53,10 @@ def test_there_and_back(job):
 
 def there_only():
     x = on(None)
-    crossing, unit = begin("there", x, None)
-    crossing.wait(deadline())
-    crossing.join(host_device().place().caller())  # nothing is enqueued
-    return float(x[0]) == 1.0 + bpsfast.rank(), float(unit.view(crossing.round).view("f4").sum()) == 3.0 * N
+    sent, unit = begin("there", x, None)
+    sent.wait(deadline())
+    sent.join(host_device().location().caller())  # nothing is enqueued
+    return float(x[0]) == 1.0 + bpsfast.rank(), float(unit.view(sent.round).view("f4").sum()) == 3.0 * N
 
 
 def test_a_sum_that_nobody_wants_back(job):
@@ -67,23 +67,23 @@ def waiting_for_the_stream():
     """The deadline of a wait is kept, and says that the stream of this rank is behind; later it goes on."""
     with held(host_device()) as gate:
         x = on(gate.stream)
-        crossing, _ = begin("held", x, x)
+        sent, _ = begin("held", x, x)
         begun = time.monotonic()
         texts = []
-        for wait in crossing.wait, crossing.wait_departed:
+        for wait in sent.wait, sent.wait_departed:
             try:
                 wait(time.monotonic() + 0.05)
             except StallError as exc:
                 texts.append(str(exc))
         took_s = time.monotonic() - begun
-        before = crossing.done()
+        before = sent.done()
         try:
             begin("held", x, x)
         except BusyError as exc:
             texts.append(str(exc))
         gate.go()
-        crossing.wait(deadline())
-        crossing.join(gate.stream)
+        sent.wait(deadline())
+        sent.join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         return texts, took_s < 5, before, float(x.sum()) == 3.0 * N
 
@@ -102,21 +102,21 @@ def read_late():
     """A result is not overwritten while it is copied: the target's stream is two rounds behind."""
     with held(host_device()) as gate:
         late = on(gate.stream)
-        seen, crossings = [], []
+        seen, rounds = [], []
         for round in range(3):
             x = np.full(N, 10.0 * round, "f4").view(HostArray)
-            crossing, _ = begin("late", x, late if round == 0 else x)
-            crossings.append(crossing)
+            sent, _ = begin("late", x, late if round == 0 else x)
+            rounds.append(sent)
             if round < 2:
-                crossing.wait(deadline())
+                sent.wait(deadline())
         try:
-            crossings[2].wait(time.monotonic() + 0.1)
+            rounds[2].wait(time.monotonic() + 0.1)
         except StallError as exc:
             seen.append(str(exc))
         gate.go()
-        crossings[2].wait(deadline())
-        crossings[2].join(host_device().place().caller())
-        crossings[0].join(gate.stream)
+        rounds[2].wait(deadline())
+        rounds[2].join(host_device().location().caller())
+        rounds[0].join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         return len(seen), late.min(), late.max(), float(x.min())
 
@@ -130,15 +130,15 @@ def read_late_by_the_host():
     session = process.current()
     with held(host_device()) as gate:
         late = on(gate.stream)
-        crossing, unit = begin("late host", on(None), late)
-        crossing.wait(deadline())
+        sent, unit = begin("late host", on(None), late)
+        sent.wait(deadline())
         unit.staging.array[: unit.nbytes].view("f4")[:] = 7
         unit.wait(unit.push(), LIMIT_S)
         timer = threading.Timer(0.2, gate.go)
         timer.start()
         unit.wait(unit.push(), LIMIT_S)
         timer.join()
-        crossing.join(gate.stream)
+        sent.join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         session.retire([unit])
         return float(late.min()), float(late.max())
@@ -153,8 +153,8 @@ def retired():
     session = process.current()
     with held(host_device()) as gate:
         late = on(gate.stream)
-        crossing, unit = begin("retired", on(None), late)
-        crossing.wait(deadline())
+        sent, unit = begin("retired", on(None), late)
+        sent.wait(deadline())
         timer = threading.Timer(0.2, gate.go)
         timer.start()
         session.retire([unit])
@@ -177,18 +177,18 @@ def lost_while_it_comes_back():
         unit = session.tensors.unit("lost", LIMIT_S)
         unit.staging.array[: unit.nbytes].view("f4")[:] = 7
         round = unit.push()
-        arrival = session.devices.bring(unit, round, DeviceBytes.of(tensor_input(late)))
-        arrival.wait(deadline(), lambda: None)
-        departure = DeviceCopy("its way", 0, None)
-        departure.end(bpsfast.DeviceError("the rest was lost"))
+        result = session.devices.bring(unit, round, DeviceBytes.of(tensor_input(late)))
+        result.wait(deadline(), lambda: None)
+        copy = DeviceCopy("its way", 0, None)
+        copy.end(bpsfast.DeviceError("the rest was lost"))
         text = ""
         try:
-            DeviceRound(session, unit, round, departure, arrival).wait(deadline())
+            DeviceRound(session, unit, round, copy, result).wait(deadline())
         except bpsfast.DeviceError as exc:
             text = str(exc)
-        before = arrival.is_finished, arrival.keeps is None
+        before = result.is_finished, result.keeps is None
         gate.go()
-        after = arrival.wait_finished(LIMIT_S), arrival.keeps is None
+        after = result.wait_finished(LIMIT_S), result.keeps is None
         unit.wait(round, LIMIT_S)
         return text, before, after, float(late.min())
 
@@ -205,13 +205,13 @@ def failed():
         raise ValueError("a bad kernel")
 
     stream.run(fail)
-    crossing, _ = begin("failed", on(stream), on(None))
+    sent, _ = begin("failed", on(stream), on(None))
     texts = []
     try:
-        crossing.wait(deadline())
+        sent.wait(deadline())
     except bpsfast.DeviceError as exc:
         texts.append(str(exc))
-    done = crossing.done()
+    done = sent.done()
     try:
         begin("failed", on(None), None)
     except BusyError as exc:

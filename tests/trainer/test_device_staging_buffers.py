@@ -23,18 +23,18 @@ def one(shared_job):
 
 def staging_buffer_of(x):
     memory = tensor_input(x)
-    return StagingBuffer(process.current().devices.staging_buffers, memory.place, memory.address, memory.nbytes,
+    return StagingBuffer(process.current().devices.staging_buffers, memory.location, memory.address, memory.nbytes,
                          memory.owner)
 
 
-def far(value=0, n=5000, stream=None):
+def on_device(value=0, n=5000, stream=None):
     x = np.full(n, value, "f4").view(HostArray)
     x.stream = stream
     return x
 
 
 def there_and_back():
-    x = far(3)
+    x = on_device(3)
     staging_buffer = staging_buffer_of(x)
     staging_buffer.fetch()
     staging_buffer.wait(deadline())
@@ -55,7 +55,7 @@ def test_there_and_back(one):
 def written_after():
     """Nothing is written before what the owner has enqueued."""
     with held(host_device()) as gate:
-        x = far(stream=gate.stream)
+        x = on_device(stream=gate.stream)
         gate.stream.run(lambda: x.fill(9))
         staging_buffer = staging_buffer_of(x)
         staging_buffer.region.array[: x.nbytes].view("f4")[:] = 1
@@ -75,19 +75,19 @@ def kept():
     """The memory on both sides is held until the device has done with it, and then somebody else's."""
     session = process.current()
     with held(host_device()) as gate:
-        x = far(2, stream=gate.stream)
+        x = on_device(2, stream=gate.stream)
         staging_buffer = staging_buffer_of(x)
         staging_buffer.fetch()
         first = staging_buffer.region.offset
         staging_buffer.release()
         staging_buffer.release = None
-        others = [staging_buffer_of(far()) for _ in range(2)]
+        others = [staging_buffer_of(on_device()) for _ in range(2)]
         apart = first not in [each.region.offset for each in others]
         n_kept = len(session.devices.staging_buffers._returning)
         gate.go()
         gate.stream.record().wait(LIMIT_S)
         eventually(lambda: session.devices.staging_buffers.reap() or not session.devices.staging_buffers._returning)
-        again = staging_buffer_of(far())
+        again = staging_buffer_of(on_device())
         for each in (*others, again):
             each.release()
         return apart, n_kept, again.region.offset == first
@@ -100,7 +100,7 @@ def test_memory_is_kept_until_copies_are_done(one):
 def blocked():
     """Waiting has a deadline; a stream that stands still holds up copies of no other."""
     with held(host_device()) as gate:
-        slow, quick = staging_buffer_of(far(1, stream=gate.stream)), staging_buffer_of(far(1))
+        slow, quick = staging_buffer_of(on_device(1, stream=gate.stream)), staging_buffer_of(on_device(1))
         slow.fetch()
         quick.fetch()
         quick.wait(deadline())
@@ -130,7 +130,7 @@ def failed():
         raise ValueError("a bad kernel")
 
     stream.run(fail)
-    staging_buffer = staging_buffer_of(far(stream=stream))
+    staging_buffer = staging_buffer_of(on_device(stream=stream))
     staging_buffer.fetch()
     text = ""
     try:
@@ -140,7 +140,7 @@ def failed():
     staging_buffer.release()
     stream.close()
     process.current().devices.staging_buffers.reap()
-    fine = staging_buffer_of(far(4))
+    fine = staging_buffer_of(on_device(4))
     fine.fetch()
     fine.wait(deadline())
     is_right = float(fine.region.array[:20000].view("f4").sum()) == 20000.0
@@ -164,7 +164,7 @@ def refused():
     for segment in session.memory.segments.values():
         device.pin(segment.address, segment.nbytes, True)
     try:
-        session.devices.staging_buffers.allocate(device.place(), 5000)
+        session.devices.staging_buffers.allocate(device.location(), 5000)
     except DeviceError:
         again = session.memory.allocate(5000)
         session.memory.release(again)
@@ -204,7 +204,7 @@ def broken():
     device = Broken()
     before = threading.active_count()
     x = np.zeros(5000, "f4")
-    staging_buffer = StagingBuffer(session.devices.staging_buffers, device.place(), x.ctypes.data, x.nbytes, x)
+    staging_buffer = StagingBuffer(session.devices.staging_buffers, device.location(), x.ctypes.data, x.nbytes, x)
     staging_buffer.fetch()
     staging_buffer.wait(deadline())
     staging_buffer.release()
@@ -224,7 +224,7 @@ def closed():
     staging_buffers = session.devices.staging_buffers
     before = threading.active_count()
     with held(host_device()) as gate:
-        x = far(2, stream=gate.stream)
+        x = on_device(2, stream=gate.stream)
         staging_buffer = staging_buffer_of(x)
         staging_buffer.fetch()
         early = staging_buffers.close(time.monotonic() + 0.05)
@@ -232,7 +232,7 @@ def closed():
     bpsfast.shutdown()
     text = ""
     try:
-        staging_buffer_of(far())
+        staging_buffer_of(on_device())
     except ClosedError as exc:
         text = str(exc)
     return early, bool(text), threading.active_count() - before

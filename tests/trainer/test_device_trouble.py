@@ -16,7 +16,7 @@ from bpsfast.trainer.gradients import Gradients
 from tests.support.device_memory import LIMIT_S, eventually, held
 
 
-def far(n=1000, value=1.0, stream=None):
+def on_device(n=1000, value=1.0, stream=None):
     x = np.full(n, value, "f4").view(HostArray)
     x.stream = stream
     return x
@@ -28,11 +28,11 @@ def fail():
 
 def a_kernel_fails(ends):
     """On rank 1 a kernel before the push fails. Others are told who is missing: at the deadline, or when it *ends*."""
-    bpsfast.push_pull(far(), name="failing")
+    bpsfast.push_pull(on_device(), name="failing")
     stream = host_device().stream()
     if bpsfast.rank() == 1:
         stream.run(fail)
-    x = far(stream=stream)
+    x = on_device(stream=stream)
     handle = bpsfast.push_pull_async(x, name="failing", out=x)
     error = None
     try:
@@ -71,13 +71,13 @@ def pushed_after_a_failure():
     stream = host_device().stream()
     stream.run(fail)
     texts = []
-    for name, x in (("first", far(stream=stream)), ("second", far())):
+    for name, x in (("first", on_device(stream=stream)), ("second", on_device())):
         try:
             bpsfast.push_pull(x, name=name)
         except DeviceError as exc:
             texts.append("a bad kernel" in str(exc))
     try:
-        bpsfast.push_pull(far(), name="first")
+        bpsfast.push_pull(on_device(), name="first")
     except BusyError as exc:
         texts.append("use another name" in str(exc))
     stream.close()
@@ -91,7 +91,7 @@ def test_a_failed_device_stays_failed(job):
 def waits_for_its_stream():
     """Rank 0 waits for its own stream, while rank 1 dies."""
     with held(host_device()) as gate:
-        handle = bpsfast.push_pull_async(far(stream=gate.stream), name="standing")
+        handle = bpsfast.push_pull_async(on_device(stream=gate.stream), name="standing")
         bpsfast.barrier()
         if bpsfast.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_lost_rank_is_heard_of_while_a_stream_stands_still(job):
 def interrupted():
     """Ctrl-C ends a wait for a stream; the handle is still good."""
     with held(host_device()) as gate:
-        x = far(stream=gate.stream)
+        x = on_device(stream=gate.stream)
         handle = bpsfast.push_pull_async(x, name="interrupted", out=x)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -137,14 +137,14 @@ def test_ctrl_c(job):
 
 
 def forked():
-    """A fork of a rank has no session, nor the threads of its lines."""
+    """A fork of a rank has no session, nor its copy threads."""
     with held(host_device()) as gate:
-        handle = bpsfast.push_pull_async(far(stream=gate.stream), name="forked")
+        handle = bpsfast.push_pull_async(on_device(stream=gate.stream), name="forked")
         pid = os.fork()
         if pid == 0:
             n_right = 0
-            for call in (lambda: bpsfast.push_pull(far(), name="child"), handle.wait,
-                         lambda: bpsfast.broadcast(far(), 0)):
+            for call in (lambda: bpsfast.push_pull(on_device(), name="child"), handle.wait,
+                         lambda: bpsfast.broadcast(on_device(), 0)):
                 try:
                     call()
                 except ClosedError:
@@ -168,7 +168,7 @@ def many_rounds():
     seen = []
     for round in range(60):
         stream = host_device().stream()
-        x = far(stream=stream)
+        x = on_device(stream=stream)
         bpsfast.push_pull(x, name="rounds", out=x)
         for name in g:
             g.ready(name)
@@ -177,10 +177,10 @@ def many_rounds():
         stream.record().wait(LIMIT_S)
         stream.close()
         if round in (20, 59):
-            lines = session.devices._threads["host"]
+            threads = session.devices._threads["host"]
             eventually(lambda: session.devices.staging_buffers.reap() or not session.devices.staging_buffers._returning)
             n_readers = max(len(unit._readers) for unit in session.tensors.units())
-            seen.append((len(os.listdir("/proc/self/fd")), n_readers <= 2, len(lines.to_host._copying)))
+            seen.append((len(os.listdir("/proc/self/fd")), n_readers <= 2, len(threads.to_host._copying)))
     return seen[0] == seen[1], seen[1][1:]
 
 
@@ -195,7 +195,7 @@ def beside_each_other():
     def train(number):
         stream = host_device().stream()
         for round in range(20):
-            x = far(20_000, 0, stream)
+            x = on_device(20_000, 0, stream)
             stream.run(lambda x=x, round=round: x.fill(number + round + bpsfast.rank()))
             bpsfast.push_pull(x, average=False, name=f"thread {number}", out=x)
             total = size * (number + round) + sum(range(size))
@@ -220,10 +220,10 @@ def waits_for_a_sum():
     rank, first = bpsfast.rank(), threading.Event()
     blocked = host_device().stream()
     blocked.run(lambda: first.wait(LIMIT_S))  # ends once another sum is here, which needs the other rank
-    a = bpsfast.push_pull_async(far(stream=blocked), average=False, name=f"blocked {rank}") if rank == 0 else None
-    b = bpsfast.push_pull(far(), average=False, name="free")
+    a = bpsfast.push_pull_async(on_device(stream=blocked), average=False, name=f"blocked {rank}") if rank == 0 else None
+    b = bpsfast.push_pull(on_device(), average=False, name="free")
     first.set()
-    a = a or bpsfast.push_pull_async(far(stream=blocked), average=False, name="blocked 0")
+    a = a or bpsfast.push_pull_async(on_device(stream=blocked), average=False, name="blocked 0")
     total = a.wait()
     blocked.record().wait(LIMIT_S)
     blocked.close()

@@ -165,7 +165,7 @@ def ordered():
             g[name][:] = bpsfast.rank() + 1
             g.ready(name)
         g.step()
-        found.append(sorted(g, key=lambda name: g._slots[name].unit.first_part))
+        found.append(sorted(g, key=lambda name: g._gradients[name].unit.first_part))
         assert {float(g.wait(name)[0]) for name in g} == {2.0}
     return found
 

@@ -32,7 +32,7 @@ def answer(missing="nobody", hopeless=False):
 
 
 def asking(ask=lambda part, round, name: answer(), has_departures=False):
-    """Return an inquiry that a scheduler would answer so."""
+    """Return a stall query that a scheduler would answer so."""
     return SimpleNamespace(ask=ask, has_departures=lambda: has_departures)
 
 
@@ -42,7 +42,7 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     ring.format_lane(lane)
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
-                       **{"inquiry": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
+                       **{"stall_query": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
                           "start_deferred": lambda: False,
                           "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
@@ -132,7 +132,7 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
         questions.append((part, round, name))
         return answer("missing: rank 0: has called shutdown", len(questions) == 2)
 
-    guarded = guarded_on(board, calls={"inquiry": asking(ask, has_departures=True)})
+    guarded = guarded_on(board, calls={"stall_query": asking(ask, has_departures=True)})
     with pytest.raises(StallError, match=r"^rank 3 waited [\d.]+ s for round 1 of 'x' \(.*\): missing: rank 0"):
         guarded.wait(UNIT, 0, 1, 1, 60.0)
     assert questions == [(0, 1, "x")] * 2, "the first answer was that it may still come"
@@ -141,7 +141,7 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
 
 def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
     questions = []
-    guarded = guarded_on(board, calls={"inquiry": asking(lambda *asked: questions.append(asked) or answer())})
+    guarded = guarded_on(board, calls={"stall_query": asking(lambda *asked: questions.append(asked) or answer())})
     with pytest.raises(StallError, match=r"waited 1\.2 s"):
         guarded.wait(UNIT, 0, 1, 1, 1.2)
     assert len(questions) == 1
@@ -155,9 +155,9 @@ def chunks(*parts):
     return found
 
 
-def test_convey_names_who_is_missing_from_the_first_chunk_that_is_not_out(board):
+def test_a_pipelined_transfer_names_who_is_missing_from_the_first_chunk_that_is_not_out(board):
     questions = []
-    guarded = guarded_on(board, calls={"inquiry": asking(
+    guarded = guarded_on(board, calls={"stall_query": asking(
         lambda *asked: questions.append(asked) or answer("missing: rank 0: has not pushed"))})
     board[4096:4100] = (1).to_bytes(4, "little")
     subjects = []
@@ -175,7 +175,7 @@ def test_convey_names_who_is_missing_from_the_first_chunk_that_is_not_out(board)
 
 
 @pytest.mark.parametrize(("fingerprint", "agree"), [((7, 2**64 - 8), True), ((7, 7), False)])
-def test_convey_says_whether_fingerprints_agree(board, fingerprint, agree):
+def test_a_pipelined_transfer_says_whether_fingerprints_agree(board, fingerprint, agree):
     guarded = guarded_on(board)
     seen = np.array(fingerprint, np.uint64)
     one = chunks(0)
@@ -185,7 +185,7 @@ def test_convey_says_whether_fingerprints_agree(board, fingerprint, agree):
     assert guarded.close(1)
 
 
-def test_convey_raises_what_the_job_was_aborted_with(board):
+def test_a_pipelined_transfer_raises_what_the_job_was_aborted_with(board):
     guarded = guarded_on(board)
     abort(board, b"PeerLostError: rank 2 is lost")
     with pytest.raises(PeerLostError, match=r"^rank 2 is lost$"):
@@ -193,12 +193,12 @@ def test_convey_raises_what_the_job_was_aborted_with(board):
     assert guarded.close(1)
 
 
-def test_convey_through_a_lane_that_stays_full_ends_in_time(full):
+def test_a_pipelined_transfer_through_a_lane_that_stays_full_ends_in_time(full):
     with pytest.raises(StallError, match=r"has taken nothing from a full lane|waited 0\.7 s"):
         full.pipelined_transfer(chunks(0), 1, lambda i: (UNIT, 0, 1), 0.7)
 
 
-def test_convey_ends_when_the_session_is_closed_by_another_thread(board):
+def test_a_pipelined_transfer_ends_when_the_session_is_closed_by_another_thread(board):
     is_open = True
 
     def require_open():

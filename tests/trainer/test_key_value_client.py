@@ -12,8 +12,8 @@ from bpsfast.trainer import process
 
 def exchange_notices():
     session = process.current()
-    session.notices.publish(f"place:{session.rank}", b"of %d" % session.rank)
-    return [session.notices.lookup(f"place:{rank}", 10, f"rank {rank}") for rank in range(session.size)]
+    session.key_values.publish(f"place:{session.rank}", b"of %d" % session.rank)
+    return [session.key_values.lookup(f"place:{rank}", 10, f"rank {rank}") for rank in range(session.size)]
 
 
 def test_ranks_find_each_other(three):
@@ -25,13 +25,13 @@ def too_much():
     for key, value, kind in (("k", bytes(key_value_store.VALUE_MAX_NBYTES + 1), bpsfast.CapacityError),
                              ("", b"", bpsfast.ConfigError), ("k" * 300, b"", bpsfast.ConfigError)):
         with pytest.raises(kind):
-            session.notices.publish(key, value)
+            session.key_values.publish(key, value)
     if session.rank == 0:
-        session.notices.publish("mine", b"")
+        session.key_values.publish("mine", b"")
     bpsfast.barrier()
     if session.rank:
         with pytest.raises(bpsfast.MismatchError, match="rank 0"):
-            session.notices.publish("mine", b"")
+            session.key_values.publish("mine", b"")
     return True
 
 
@@ -41,7 +41,7 @@ def test_what_is_refused_harms_nobody(three):
 
 
 def lone_lookup():
-    process.current().notices.lookup("never", 0.3, "rank 1")
+    process.current().key_values.lookup("never", 0.3, "rank 1")
 
 
 def leave_while_looked_for():
@@ -53,7 +53,7 @@ def leave_while_looked_for():
         bpsfast.shutdown()
         return 0.0, ""
     with pytest.raises(bpsfast.StallError) as caught:
-        session.notices.lookup("never", 30, "rank 1")
+        session.key_values.lookup("never", 30, "rank 1")
     return time.monotonic() - begin, str(caught.value)
 
 

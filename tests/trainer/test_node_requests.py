@@ -29,7 +29,8 @@ class Node:
 
 
 def ask(node, **more):
-    return node.questions.ask(lambda request: CountersRequest(request=request), "the node did not answer", **more)
+    return node.questions.ask(Counters, lambda request: CountersRequest(request=request), "the node did not answer",
+                              **more)
 
 
 def test_an_answer_is_that_questions():

@@ -29,18 +29,18 @@ def not_mapped_by_one():
         if is_short:
             in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (in_use + (32 << 20), limits[1]))
-        edition = GradientLayout(session, {name: TensorSpec(name=name, dtype="uint8", shape=(nbytes,), edition_of="it")
+        layout = GradientLayout(session, {name: TensorSpec(name=name, dtype="uint8", shape=(nbytes,), edition_of="it")
                                     for name, nbytes in (("small", 1000), ("big", 64 << 20))}, number, LayoutSizes())
         try:
-            for name in edition.wires.values():
+            for name in layout.wires.values():
                 session.tensors.unit(name)
         except bpsfast.CapacityError as exc:
             assert is_short and "cannot map a segment" in str(exc)
             resource.setrlimit(resource.RLIMIT_AS, limits)
-            edition.abandon()
+            layout.abandon()
         else:
             assert not is_short
-            edition.retire(30, keeps_input=False)
+            layout.retire(30, keeps_input=False)
         bpsfast.barrier()
         found.append((bpsfast.counters()["memory_segments"], len(session.tensors.units())))
     return found

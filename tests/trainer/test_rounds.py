@@ -114,7 +114,8 @@ def say_how_far():
     for _ in range(5):
         bpsfast.push_pull(x, name="known")
     unit = session.tensors.unit("known", 20)
-    return [session.port._inquiry.ask(unit.first_part, round_after(unit.round, n), "known").stage for n in (-4, -3, 0)]
+    ask = session.port._stall_query.ask
+    return [ask(unit.first_part, round_after(unit.round, n), "known").stage for n in (-4, -3, 0)]
 
 
 def test_a_round_before_the_last_one_is_over(shared_job):

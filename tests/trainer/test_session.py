@@ -275,14 +275,14 @@ def test_shutdown_beside_a_waiting_thread(job):
 def leave_while_a_post_is_made():
     """Return which threads are left when one has shut down while another one made a post."""
     session = process.current()
-    publish, published, go_on = session.notices.publish, threading.Event(), threading.Event()
+    publish, published, go_on = session.key_values.publish, threading.Event(), threading.Event()
 
     def publish_slowly(key, value):
         publish(key, value)
         published.set()
         assert go_on.wait(20)
 
-    session.notices.publish = publish_slowly
+    session.key_values.publish = publish_slowly
     maker = threading.Thread(target=lambda: session.extension(P2PEndpoint))
     leaver = threading.Thread(target=bpsfast.shutdown)
     maker.start()
@@ -294,7 +294,7 @@ def leave_while_a_post_is_made():
     leaver.join(20)
     with pytest.raises(bpsfast.ClosedError, match="was shut down"):
         _ = session.extension(P2PEndpoint)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-post")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-p2p")]
 
 
 def test_a_post_that_is_just_being_made_ends_with_its_session(job):

@@ -7,32 +7,33 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.trainer.chunk_descriptors import SlidingWindow, is_worth, n_slots
+from bpsfast.trainer.chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from bpsfast.trainer.input_memory import Region
 
 WINDOW, SEGMENT, OFFSET, FIRST = 1 << 40, 7, 8192, 100
 
 
-def sliding(n_parts, slots, stride, nbytes):
+def sliding(n_parts, at_once, stride, nbytes):
     unit = SimpleNamespace(n_parts=n_parts, stride=stride, nbytes=nbytes, first_part=FIRST,
                            result_address=lambda parity, at: (parity + 1 << 32) + at)
-    return SlidingWindow(unit, Region(np.zeros(0, np.uint8), SEGMENT, OFFSET, WINDOW), slots)
+    return SlidingWindow(unit, Region(np.zeros(0, np.uint8), SEGMENT, OFFSET, WINDOW), at_once)
 
 
-@given(n_parts=st.integers(1, 40), slots=st.integers(1, 9), last=st.integers(1, 4096), round=st.integers(0, 2**32 - 1))
-def test_partitions_take_turns_in_the_window(n_parts, slots, last, round):
+@given(n_parts=st.integers(1, 40), at_once=st.integers(1, 9), last=st.integers(1, 4096),
+       round=st.integers(0, 2**32 - 1))
+def test_partitions_take_turns_in_the_window(n_parts, at_once, last, round):
     nbytes = (n_parts - 1) * 4096 + last
-    chunks = sliding(n_parts, slots, 4096, nbytes).chunks(1 << 20, 3 << 20, round)
+    chunks = sliding(n_parts, at_once, 4096, nbytes).chunks(1 << 20, 3 << 20, round)
     at = 4096 * np.arange(n_parts)
     assert chunks["nbytes"].tolist() == [4096] * (n_parts - 1) + [last]
     assert (chunks["source"] == (1 << 20) + at).all() and (chunks["destination"] == (3 << 20) + at).all()
     assert (chunks["result"] == ((round & 1) + 1 << 32) + at).all() and (chunks["round"] == round).all()
     assert chunks["part"].tolist() == list(range(FIRST, FIRST + n_parts)) and (chunks["segment"] == SEGMENT).all()
     places = chunks["staging"] - WINDOW
-    assert (places == chunks["offset"] - OFFSET).all() and (places < slots * 4096).all()
+    assert (places == chunks["offset"] - OFFSET).all() and (places < at_once * 4096).all()
     assert (chunks["flags"] == 0).all()
-    for first in range(max(1, n_parts - slots + 1)):  # of as many as are on their way at once no two share a place
-        assert len(set(places[first:first + slots].tolist())) == min(slots, n_parts)
+    for first in range(max(1, n_parts - at_once + 1)):  # of as many as are on their way at once no two share a place
+        assert len(set(places[first:first + at_once].tolist())) == min(at_once, n_parts)
 
 
 def test_the_same_memory_in_each_round():
@@ -43,7 +44,7 @@ def test_the_same_memory_in_each_round():
     assert (first != second["result"]).all() and (window.chunks(0, 0, 3)["result"] == first).all()
 
 
-@pytest.mark.parametrize(("local_size", "slots"), [(1, 4), (2, 4), (4, 4), (6, 6), (8, 8), (64, 8)])
-def test_more_ranks_have_more_on_the_way(local_size, slots):
-    assert n_slots(local_size) == slots
-    assert not is_worth(2 * slots - 1, local_size) and is_worth(2 * slots, local_size)
+@pytest.mark.parametrize(("local_size", "at_once"), [(1, 4), (2, 4), (4, 4), (6, 6), (8, 8), (64, 8)])
+def test_more_ranks_have_more_on_the_way(local_size, at_once):
+    assert n_at_once(local_size) == at_once
+    assert not is_worth(2 * at_once - 1, local_size) and is_worth(2 * at_once, local_size)

@@ -102,14 +102,14 @@ def growing():
         indices, values = bpsfast.push_pull_rows(indices, values, 100_000, name="growing", average=False, max_rows=10)
         found.append((len(indices), indices.tolist() == list(range(n)), bool((values == n).all())))
     table = session.extension(sparse_tables)["growing"]
-    return found, len(session.tensors.units()) - before, table._n_editions, table._wire
+    return found, len(session.tensors.units()) - before, table._n_grown, table._wire
 
 
 def test_a_sum_that_needs_more_room_gets_it(ranks):
-    for found, n_units, n_editions, wire in ranks.run(growing):
+    for found, n_units, n_grown, wire in ranks.run(growing):
         assert found == [(n, True, True) for n in (5, 1000, 20_000, 90_000, 10)]
         assert n_units == 1, "editions without room are retired"
-        assert 2 <= n_editions <= 4 and wire == f"growing~{n_editions}"
+        assert 2 <= n_grown <= 4 and wire == f"growing~{n_grown}"
 
 
 def repeated():

@@ -88,15 +88,15 @@ def test_what_was_announced_before_leaving_counts(job, ranks):
 
 @pytest.fixture
 def asked():
-    """An inquiry, and the channel on which a node reads its questions."""
+    """A stall query, and the channel on which a node reads its questions."""
     ours, theirs = socket.socketpair()
     pidfd = os.pidfd_open(os.getpid())
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
                       lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
     questions = NodeRequests(60.0, mailbox)
-    inquiry = StallQuery(0, questions)
+    stall_query = StallQuery(0, questions)
     with MessageSocket(theirs) as node:
-        yield inquiry, node
+        yield stall_query, node
     mailbox.close()
     os.close(pidfd)
 
@@ -110,9 +110,9 @@ def read(node, n):
 
 
 def test_threads_that_ask_the_same_all_get_an_answer(asked):
-    inquiry, node = asked
+    stall_query, node = asked
     found = []
-    threads = [threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w"))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(stall_query.ask(5, 1, "w"))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for question in read(node, 3):
@@ -124,10 +124,10 @@ def test_threads_that_ask_the_same_all_get_an_answer(asked):
 
 
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(asked):
-    inquiry, node = asked
+    stall_query, node = asked
     node.post(StallAnswer(rank=0, question=0, missing="missing: rank 9, as of long ago", stage="push"))
     found = []
-    thread = threading.Thread(target=lambda: found.append(inquiry.ask(5, 1, "w")))
+    thread = threading.Thread(target=lambda: found.append(stall_query.ask(5, 1, "w")))
     thread.start()
     [question] = read(node, 1)
     node.post(StallAnswer(rank=0, question=question.question, missing="missing: rank 2", stage="push"))

@@ -21,7 +21,7 @@ HOPELESS = StallAnswer(rank=0, question=1, missing="missing: rank 2, gone", stag
 
 
 @pytest.fixture
-def inquiry():
+def stall_query():
     ours, theirs = socket.socketpair()
     pidfd = os.pidfd_open(os.getpid())
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: None, lambda: None,
@@ -35,11 +35,11 @@ def inquiry():
 class Wait:
     """A wait that has lasted *spent_s*, what it asked, and what its inspector counted."""
 
-    def __init__(self, inquiry, spent_s, answer=MISSING, timeout_s=60.0, warn_s=0.0, what="", is_there=False):
+    def __init__(self, stall_query, spent_s, answer=MISSING, timeout_s=60.0, warn_s=0.0, what="", is_there=False):
         self.n_asked = self.n_stalls = 0
         self.answer, self.is_there = answer, is_there
         self.inspector = StallInspector("rank 0", warn_s, self.count)
-        self.patience = StallTimer("rank 0", timeout_s, inquiry, self.inspector, what, spent_s)
+        self.patience = StallTimer("rank 0", timeout_s, stall_query, self.inspector, what, spent_s)
 
     def count(self):
         self.n_stalls += 1
@@ -52,8 +52,8 @@ class Wait:
         self.patience.look(self.ask, lambda: self.is_there)
 
 
-def test_nobody_is_asked_before_there_is_a_reason(inquiry):
-    wait = Wait(inquiry, DOUBT_S + 1)
+def test_nobody_is_asked_before_there_is_a_reason(stall_query):
+    wait = Wait(stall_query, DOUBT_S + 1)
     with wait.patience:
         assert wait.patience.rest_s == 0, "somebody may have left"
         wait.look()
@@ -65,36 +65,36 @@ def test_nobody_is_asked_before_there_is_a_reason(inquiry):
     ("", "rank 0 waited 60 s for round 3 of 'w' (partition 0 of 1): missing: rank 2"),
     ("in barrier 4", "rank 0 waited 60 s in barrier 4: missing: rank 2"),
 ])
-def test_the_deadline_names_who_is_missing(inquiry, what, words):
-    wait = Wait(inquiry, 61, what=what)
+def test_the_deadline_names_who_is_missing(stall_query, what, words):
+    wait = Wait(stall_query, 61, what=what)
     with pytest.raises(StallError) as caught, wait.patience:
         wait.look()
     assert str(caught.value) == words and wait.n_asked == 1
 
 
-def test_what_has_come_while_it_was_asked_is_no_error(inquiry):
-    wait = Wait(inquiry, 61, is_there=True, warn_s=1)
+def test_what_has_come_while_it_was_asked_is_no_error(stall_query):
+    wait = Wait(stall_query, 61, is_there=True, warn_s=1)
     with wait.patience:
         wait.look()
     assert wait.n_asked == 1 and wait.n_stalls == 0
 
 
-def test_who_has_left_is_waited_for_only_as_long_as_that_can_help(inquiry):
-    inquiry.departed()
-    wait = Wait(inquiry, DOUBT_S + 1)
+def test_who_has_left_is_waited_for_only_as_long_as_that_can_help(stall_query):
+    stall_query.departed()
+    wait = Wait(stall_query, DOUBT_S + 1)
     with wait.patience:
         wait.look()
         assert wait.n_asked == 1
         wait.look()
         assert wait.n_asked == 1, "not again at once"
-    wait = Wait(inquiry, DOUBT_S + 1, HOPELESS)
+    wait = Wait(stall_query, DOUBT_S + 1, HOPELESS)
     with pytest.raises(StallError, match=r"rank 0 waited 1\.5\d* s for round 3 of 'w' .*: missing: rank 2, gone"):
         with wait.patience:
             wait.look()
 
 
-def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(inquiry, caplog):
-    wait = Wait(inquiry, 5, warn_s=2)
+def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(stall_query, caplog):
+    wait = Wait(stall_query, 5, warn_s=2)
     with wait.patience:
         wait.look()
         wait.look()
@@ -108,8 +108,8 @@ def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(inquiry, capl
 
 
 @pytest.mark.parametrize("how", ["error", "refused"])
-def test_a_wait_that_ends_badly_does_not_go_on(inquiry, how):
-    wait = Wait(inquiry, 5, warn_s=2)
+def test_a_wait_that_ends_badly_does_not_go_on(stall_query, how):
+    wait = Wait(stall_query, 5, warn_s=2)
     try:
         with wait.patience:
             wait.look()
@@ -122,6 +122,6 @@ def test_a_wait_that_ends_badly_does_not_go_on(inquiry, how):
     assert stall.over and not stall.went_on
 
 
-def test_without_warnings_only_doubt_and_deadline_count(inquiry):
+def test_without_warnings_only_doubt_and_deadline_count(stall_query):
     assert StallInspector("rank 0", 0.0, lambda: None).due(1.0) == math.inf
-    assert Wait(inquiry, 0.0, timeout_s=0.1).patience.rest_s <= 0.1
+    assert Wait(stall_query, 0.0, timeout_s=0.1).patience.rest_s <= 0.1

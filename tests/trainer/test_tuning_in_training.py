@@ -1,4 +1,4 @@
-"""Gradients that are cut anew while a job trains: the same bits, the same arrays, nothing left over."""
+"""Gradients that get other layouts while a job trains: the same bits, the same arrays, nothing left over."""
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ LAYERS = {"conv.weight": ((16, 3, 3, 3), "f4"), "conv.bias": ((16,), "f4"), "fc.
           "middle": ((100, 300), "f4")}
 
 
-CUTS = [(4096, 4096, 4), (4096, 1 << 20, 1), (1 << 20, 1 << 22, 3), (64_000, 0, 2), (12_000, 100_000, 4),
+LAYOUTS = [(4096, 4096, 4), (4096, 1 << 20, 1), (1 << 20, 1 << 22, 3), (64_000, 0, 2), (12_000, 100_000, 4),
         (4_096_000, 300_000, 2)]
 
 
@@ -44,19 +44,19 @@ class Tour:
 
 
 def toured(n_rounds, wait):
-    """As `train`, with another cut every eight steps, *n_rounds* times through all."""
-    return train(8 * (n_rounds * len(CUTS) + 1) + 8, wait, [
-        TuningPoint(*cut[:2], 1 << 20 + i % 3, cut[2]) for _ in range(n_rounds) for i, cut in enumerate(CUTS)])
+    """As `train`, with another layout every eight steps, *n_rounds* times through all."""
+    return train(8 * (n_rounds * len(LAYOUTS) + 1) + 8, wait, [
+        TuningPoint(*sizes[:2], 1 << 20 + i % 3, sizes[2]) for _ in range(n_rounds) for i, sizes in enumerate(LAYOUTS)])
 
 
 def train(n_steps, wait=True, tour=()):
     """Train *n_steps*; return a checksum of all sums, in how many ways they were cut, what moved or changed too early,
     the node's memory after every step, whether tuning was over and how many units there are."""
     g = Gradients(LAYERS, prefix=f"{wait} ")
-    if tour and g._tuner is not None and g._tuner._pilot is not None:
-        g._tuner._pilot = Tour(g._tuner._pilot.decision.active, tour)
+    if tour and g._tuner is not None and g._tuner._runner is not None:
+        g._tuner._runner = Tour(g._tuner._runner.decision.active, tour)
     arrays = {name: g[name] for name in g}
-    checksum, cuts, kept, wrong, used = 0, set(), [], [], []
+    checksum, layouts, kept, wrong, used = 0, set(), [], [], []
     generator = np.random.default_rng(bpsfast.rank())
     for step in range(n_steps):
         for name in reversed(list(g)):
@@ -70,7 +70,7 @@ def train(n_steps, wait=True, tour=()):
             else:
                 arrays[name][...] = value
                 g.ready(name)
-        cuts.add(g._layout.sizes)
+        layouts.add(g._layout.sizes)
         g.step(wait=wait)
         views = {}
         for name in g:
@@ -82,7 +82,7 @@ def train(n_steps, wait=True, tour=()):
             wrong.append((step, "an array moved"))
         used.append(bpsfast.counters()["memory_segments"])
     session = process.current()
-    return checksum, len(cuts), wrong, used, (g._tuner is None, len(session.tensors.units()))
+    return checksum, len(layouts), wrong, used, (g._tuner is None, len(session.tensors.units()))
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["barrier", "crossing"])
@@ -94,10 +94,10 @@ def test_the_sums_have_the_same_bits(job, tmp_path, ranks, helpers, transport, w
     ordinary = job(ranks, helpers, transport).run(toured, n_rounds, wait)
     for before, after in zip(ordinary, tuned):
         assert after[0] == before[0] and after[2] == before[2] == []
-        assert (before[1], after[1]) == (1, len(CUTS) + 1), "in how many ways the sums were cut"
+        assert (before[1], after[1]) == (1, len(LAYOUTS) + 1), "in how many ways the sums were cut"
         is_over, _ = after[4]
         assert is_over
-        used, turn = after[3], 8 * len(CUTS)
+        used, turn = after[3], 8 * len(LAYOUTS)
         assert max(used[2 * turn:]) == max(used[:2 * turn]), "memory grows with the number of editions"
     assert len({units for *_, (_, units) in tuned}) == 1
 
@@ -111,7 +111,8 @@ def test_a_result_is_kept_and_used(job, tmp_path):
     before = file.read_bytes()
     again = job((1, 1), 0, "tcp", **settings).run(train, 12)
     partition, fusion, _, n_streams = found["chosen"]
-    assert {cuts for _, cuts, *_ in again} == {1 if (partition, fusion, n_streams) == (64_000, 4_096_000, 2) else 2}
+    n_layouts = 1 if (partition, fusion, n_streams) == (64_000, 4_096_000, 2) else 2
+    assert {layouts for _, layouts, *_ in again} == {n_layouts}
     assert all(is_over for *_, (is_over, _) in again) and file.read_bytes() == before
     # other shapes, other machines: another result
     job((2,), 0, "tcp", **settings).run(train, 70, timeout_s=120)
@@ -128,7 +129,7 @@ def test_a_file_that_is_no_result_is_as_none(job, tmp_path):
 
 
 def test_an_edition_that_cannot_be_had_is_left_out(job, tmp_path):
-    """There is memory for one edition: trials with other partitions are refused, and training goes on."""
+    """There is memory for one layout: trials with other partitions are refused, and training goes on."""
     report = tmp_path / "report.json"
     limited = job((1, 1), 0, "tcp", autotune=True, tuned_dir=str(tmp_path / "kept"), autotune_report=str(report),
                   max_bytes=12 << 20, partition_bytes=256_000)

@@ -29,7 +29,7 @@ class Bowl:
         self.centre, self.steepness, self.floor = centre, steepness, floor
 
     def __call__(self, point):
-        away = sum((a - b) ** 2 * s for a, b, s in zip(point.place, self.centre.place, self.steepness))
+        away = sum((a - b) ** 2 * s for a, b, s in zip(point.coordinates, self.centre.coordinates, self.steepness))
         return self.floor + away
 
     @property
@@ -60,7 +60,7 @@ steepness = st.tuples(st.floats(0, 0.05), st.floats(0, 0.01), st.floats(0, 0.02)
 def test_it_ends_near_the_best_of_the_grid(centre, steepness, partition, seed):
     bowl = Bowl(centre, steepness)
     start = TuningPoint(partition, 4_096_000, 16_777_216, 2)
-    search = searched(bowl, start, n_trials=8 * len(centre.place), noise=0.005, seed=seed)
+    search = searched(bowl, start, n_trials=8 * len(centre.coordinates), noise=0.005, seed=seed)
     assert bowl(search.best) <= 1.05 * bowl.best
 
 
@@ -85,8 +85,8 @@ def test_what_was_refused_is_not_proposed_again():
         proposal = search.propose()
         if proposal is None:
             break
-        assert proposal[0].cut[:2] not in refused and proposal[1] >= WORTHWHILE
-        refused.add(proposal[0].cut[:2])
+        assert proposal[0].layout[:2] not in refused and proposal[1] >= WORTHWHILE
+        refused.add(proposal[0].layout[:2])
         search.refuse(proposal[0])
     assert len(refused) >= 3
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ...base import message_socket
-from ...base.encryption import Encryption, check_library, is_loopback, seals_of
+from ...base.addresses import is_loopback
+from ...base.encryption import Encryption, check_library, seals_of
 from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
 from ...orchestration import security
@@ -65,17 +66,10 @@ class Address(msgspec.Struct, frozen=True):
 class PeerConnector:
     """Dials the endpoints of *session*'s job and accepts connections from them.
 
-    Parameters
-    ----------
-    come
-        Called with (rank, socket, process id or 0) when an authenticated rank has dialled. Returns False to refuse it;
-        else it owns the socket and sends the acceptor's byte.
-    reached
-        Called with the same when another rank has accepted this one (JOINED).
-    failed
-        Called with (rank, error) when a rank cannot be reached.
-    listen
-        Called when `listens` has changed.
+    *come* is called with (rank, socket, process id or 0) when an authenticated rank has dialled; it returns False to
+    refuse it, else it owns the socket and sends the acceptor's byte. *reached* is called with the same when another
+    rank has accepted this one (JOINED), *failed* with (rank, error) when a rank cannot be reached, and *listen* when
+    `listens` has changed.
     """
 
     def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bool],
@@ -83,14 +77,14 @@ class PeerConnector:
                  listen: Callable[[], None]) -> None:
         self._session = session
         self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
-        self._key = session.place.job_key
+        self._key = session.role.job_key
         self._encryption = Encryption.of(session.settings)
         self._closed = False
         self._lock = threading.Lock()
         self._refusals = RateLimitedLog(log)
         self._threads: set[threading.Thread] = set()
-        self._unproven: set[socket.socket] = set()
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(
+        self._unauthenticated: set[socket.socket] = set()
+        self._handshakes: HandshakeLimiter[socket.socket] = HandshakeLimiter(
             MAX_PENDING_HANDSHAKES + session.size, session.size)
         self._makes_room = False
         self._accept_again_at = 0.0  # by the monotonic clock; 0: it hears
@@ -103,7 +97,7 @@ class PeerConnector:
             self._address = self._listen()
             for listener in self.listeners:
                 listener.setblocking(False)
-            session.notices.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
+            session.key_values.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
         except BaseException:
             for listener in self.listeners:
                 listener.close()
@@ -138,14 +132,13 @@ class PeerConnector:
     def dial(self, rank: int) -> None:
         """Connect to *rank* in another thread, which calls `reached`, `come` or `failed`."""
         self._doing[rank] = "it has not sent or received anything yet"
-        self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
+        self._begin(lambda: self._dial(rank), f"bpsfast-p2p-dial-{rank}")
 
     @property
     def listens(self) -> bool:
-        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused.
-        """
+        """Whether `accept` may be called: not while accepting pauses, or too many connections are unauthenticated."""
         with self._lock:
-            return self._strangers.has_room and not self._accept_again_at
+            return self._handshakes.has_room and not self._accept_again_at
 
     def accept(self, listener: socket.socket) -> None:
         """Accept a connection at *listener* and authenticate it in another thread. Never blocks."""
@@ -161,27 +154,27 @@ class PeerConnector:
             self._refuse(ProtocolError("another user's process has connected"))
             return
         with self._lock:
-            self._strangers.add(sock, source_of(sock), time.monotonic())
-            is_full = not self._strangers.has_room
+            self._handshakes.add(sock, source_of(sock), time.monotonic())
+            is_full = not self._handshakes.has_room
             makes_room = is_full and not self._makes_room
             self._makes_room = self._makes_room or is_full
         if is_full:
             self._tell_listening()
-        self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+        self._begin(lambda: self._welcome(sock), "bpsfast-p2p-accept")
         if makes_room:
-            self._begin(self._make_room, "bpsfast-post-room")
+            self._begin(self._make_room, "bpsfast-p2p-room")
 
     def _make_room(self) -> None:
         """While the limit is reached, drop one unauthenticated connection for each one that waits."""
         while True:
             with self._lock:
-                if self._closed or self._strangers.has_room:
+                if self._closed or self._handshakes.has_room:
                     self._makes_room = False
                     break
                 if _is_waited_at(self.listeners):
-                    going = self._strangers.one_to_go(time.monotonic())
+                    going = self._handshakes.one_to_go(time.monotonic())
                     if going is not None:
-                        self._strangers.remove(going)
+                        self._handshakes.remove(going)
                         with contextlib.suppress(OSError):
                             going.shutdown(socket.SHUT_RDWR)  # its thread says so, and closes it
                         continue
@@ -218,7 +211,7 @@ class PeerConnector:
             listener.close()
         with self._lock:
             threads = self._threads - {threading.current_thread()}
-            for sock in self._unproven:
+            for sock in self._unauthenticated:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # whoever reads from it wakes up
         for thread in threads:
@@ -240,17 +233,17 @@ class PeerConnector:
         thread.start()
 
     @contextlib.contextmanager
-    def _unproved(self, sock: socket.socket) -> Iterator[None]:
+    def _interruptible(self, sock: socket.socket) -> Iterator[None]:
         """Let `close` interrupt the use of *sock* in this context."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the message endpoint of rank {self._session.rank} is closed")
-            self._unproven.add(sock)
+            self._unauthenticated.add(sock)
         try:
             yield
         finally:
             with self._lock:
-                self._unproven.discard(sock)
+                self._unauthenticated.discard(sock)
 
     def _dial(self, rank: int) -> None:
         session = self._session
@@ -260,7 +253,7 @@ class PeerConnector:
             near = self._is_near(rank, found)
             sock = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
             try:
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     self._connect(sock, rank, found)
                     hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
                                                  encrypted=self._encryption.covers(sock))
@@ -268,7 +261,7 @@ class PeerConnector:
                     if answer.peer != rank:
                         raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
                 sock = self._sealed(sock, secret, dialled=True)
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     verdict = self._verdict(sock, rank)
             except BaseException:
                 sock.close()
@@ -287,7 +280,7 @@ class PeerConnector:
             self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
 
     def _find(self, rank: int) -> Address:
-        data = self._session.notices.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
+        data = self._session.key_values.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
         try:
             return msgspec.msgpack.decode(data, type=Address)
         except DECODE_ERRORS as exc:
@@ -331,7 +324,7 @@ class PeerConnector:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     hello, secret = security.handshake_as_acceptor(
                         sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH, timeout_s=_CHALLENGE_S,
                         encrypted=self._encryption.covers(sock))
@@ -353,8 +346,8 @@ class PeerConnector:
     def _forget(self, sock: socket.socket) -> None:
         """Count *sock* as unauthenticated no longer: it has proved the key, or is closed."""
         with self._lock:
-            was_full = not self._strangers.has_room
-            self._strangers.remove(sock)
+            was_full = not self._handshakes.has_room
+            self._handshakes.remove(sock)
         if was_full:
             self._tell_listening()
 

@@ -31,10 +31,7 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 class Token:
-    """Eight bytes of this process at `address`, by which others test whether they can read its memory.
-
-    Keep it alive.
-    """
+    """Eight bytes of this process at `address`, by which others test whether they can read its memory. Keep it."""
 
     def __init__(self) -> None:
         self._memory = ctypes.c_uint64(secrets.randbits(64))
@@ -62,10 +59,7 @@ def can_read(pid: int, address: int, value: int) -> bool:
 def read(pid: int, source: int, destination: int, nbytes: int) -> int:
     """Copy *nbytes* at *source* in process *pid* to *destination* here; return how many were copied. Releases the GIL.
 
-    Raises
-    ------
-    OSError
-        If the process is gone, is another's, or has no such memory.
+    Raises `OSError` if the process is gone, is another's, or has no such memory.
     """
     here, there = _Range(destination, nbytes), _Range(source, nbytes)
     n = int(_libc.process_vm_readv(pid, ctypes.byref(here), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1),
@@ -92,8 +86,7 @@ def let_read(pid: int) -> None:
 
 
 def common_ancestor(one: int, other: int, proc: Path = Path("/proc")) -> int:
-    """Return the nearest process that is *one* or its ancestor, and *other* or its ancestor; 0 if that is the first one
-    of the machine, or cannot be seen. Processes are given by id.
+    """Return the id of the nearest process that *one* and *other* descend from, or are; 0: the first one, or unknown.
     """
     line = _ancestry(one, proc)
     return next((pid for pid in _ancestry(other, proc) if pid in line), 0)

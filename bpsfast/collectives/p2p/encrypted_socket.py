@@ -18,10 +18,10 @@ _LENGTH_NBYTES = 4
 
 
 class EncryptedSocket(socket.socket):
-    """Owns *sock*. `sendmsg`, `send`, `recv_into` and `recv` encrypt; no other method may send or receive.
+    """A socket over *sock*, which it owns. `sendmsg`, `send`, `recv_into` and `recv` encrypt; no other method may be
+    used.
 
-    The latter two raise `OSError` EBADMSG for data that the peer has not encrypted, and the connection is unusable
-    then.
+    The latter two raise `OSError` EBADMSG for data that the peer has not encrypted; then the connection is unusable.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:

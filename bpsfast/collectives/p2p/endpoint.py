@@ -46,7 +46,7 @@ class P2PEndpoint:
         self._ended: list[Transfer] = []
         self._peers: dict[int, Peer] = {}
         self.progress = ProgressEngine(
-            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
+            f"bpsfast-p2p-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
             work=lambda: self.receiver.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
             tick=lambda: self.connector.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
@@ -67,21 +67,9 @@ class P2PEndpoint:
     def send(self, channel: int, destination: int, tag: int, address: int, nbytes: int, owner: object) -> Transfer:
         """Begin to send the *nbytes* at *address* to rank *destination*, this rank too; the memory is read until done.
 
-        Parameters
-        ----------
-        channel
-            Of 32 bits.
-        tag
-            Of 64 bits, signed.
-        owner
-            Kept until the transfer has ended.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such rank, or a number is out of its range.
-        ClosedError
-            If the endpoint is closed, or the session is another process's.
+        *channel* has 32 bits, *tag* 64 bits and a sign. *owner* is kept until the transfer has ended. Raises
+        `ConfigError` if there is no such rank, or a number is out of its range, and `ClosedError` if the endpoint is
+        closed, or the session is another process's.
         """
         self._check(channel, destination, tag, nbytes)
         transfer = Transfer(self, True, channel, destination, tag, address, nbytes, owner)
@@ -109,10 +97,7 @@ class P2PEndpoint:
         return self._receive(Transfer(self, False, channel, source, tag, 0, -1, None))
 
     def close(self) -> None:
-        """Close: eager messages are delivered, everything else ends with a `ClosedError`. Idempotent.
-
-        Waits up to two seconds until the peers have noticed.
-        """
+        """Close: deliver eager messages, end all else with `ClosedError`, wait up to 2 s for the peers. Idempotent."""
         if self._session.pid != os.getpid():
             return
         with self._lock:
@@ -133,7 +118,6 @@ class P2PEndpoint:
     # -- for transfers ---------------------------------------------------------------------------------------------
 
     def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
-        """See `Transfer.wait`."""
         if not transfer.done():
             self._require_open()
             timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
@@ -143,7 +127,6 @@ class P2PEndpoint:
             raise type(transfer.error)(str(transfer.error))
 
     def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
-        """See `Transfer.on_done`."""
         if not transfer.done():
             self._session.require_open()
             with self._lock:
@@ -153,7 +136,6 @@ class P2PEndpoint:
         _call(callback, transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """See `Transfer.cancel`."""
         self._session.require_open()
         with self._lock:
             if transfer.is_send or not self.receiver.matching.withdraw(transfer):
@@ -167,8 +149,6 @@ class P2PEndpoint:
         self._n_open -= 1
         self._ended.append(transfer)
 
-    # -- for peers -------------------------------------------------------------------------------------------------
-
     def job_error(self) -> BpsError | None:
         """Return what ended the job, if something did."""
         try:
@@ -176,8 +156,6 @@ class P2PEndpoint:
         except BpsError as exc:
             return exc
         return None
-
-    # -- innards ---------------------------------------------------------------------------------------------------
 
     def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:
         if not 0 <= channel < 1 << 32:
@@ -244,14 +222,14 @@ class P2PEndpoint:
             if transfer.is_send:
                 state = peer.describe(transfer) if peer else "it waits for a receive on this rank"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
-            lying = self.receiver.matching.describe(transfer.channel)
+            unreceived = self.receiver.matching.describe(transfer.channel)
             if not self.receiver.matching.waits(transfer):
                 state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
                          "the way")
             elif peer is not None and peer.link is None:
                 state = f"not connected to it yet; {self.connector.trouble(peer.rank)}"
             else:
-                state = f"it has sent none; unreceived here: {lying}" if lying else "it has sent none"
+                state = f"it has sent none; unreceived here: {unreceived}" if unreceived else "it has sent none"
             return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -317,7 +295,7 @@ class P2PEndpoint:
             for peer in self._peers.values():
                 peer.leave(error)
         try:
-            self._session.notices.withdraw(f"post:{self.rank}:")
+            self._session.key_values.withdraw(f"post:{self.rank}:")
             self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _CLOSE_TIMEOUT_S)
         except BpsError:
             log.debug("the job is over: no peer is waited for")
@@ -326,8 +304,8 @@ class P2PEndpoint:
         """Close the descriptors in a forked child: else peers would not notice the end of its parent."""
         self.progress.drop_in_child()
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
-        rivals = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
-        for sock in [*links, *rivals, *self.connector.listeners]:
+        competing = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
+        for sock in [*links, *competing, *self.connector.listeners]:
             sock.close()
 
 
@@ -342,8 +320,8 @@ _open: weakref.WeakSet[P2PEndpoint] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for post in list(_open):
-        post.drop_in_child()
+    for endpoint in list(_open):
+        endpoint.drop_in_child()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -18,38 +18,31 @@ _MOST_BUFFERS = 16
 
 
 class FrameHandler(Protocol):
-    """The owner of a frame socket."""
+    """What a frame socket needs of its owner, a `Peer`, which documents these."""
 
-    def handle_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Act on *frame*; *payload* is only valid until this returns. May raise `ProtocolError`."""
-
-    def sink(self, frame: Frame) -> memoryview:
-        """Return where the payload of a DATA frame goes; `handle_frame` is called when it is there."""
-
-    def next_piece(self) -> tuple[Frame, memoryview] | None:
-        """Return the next DATA frame, when nothing else is to be sent."""
-
-    def sent(self, frame: Frame) -> None:
-        """Note that the kernel has taken all of a DATA frame."""
+    def handle_frame(self, frame: Frame, payload: memoryview) -> None: ...
+    def sink(self, frame: Frame) -> memoryview: ...
+    def next_piece(self) -> tuple[Frame, memoryview] | None: ...
+    def sent(self, frame: Frame) -> None: ...
 
 
 class FrameSocket:
-    """Owns *sock*.
+    """Sends and receives frames over *sock*, which it owns. Not thread-safe: used with the endpoint's lock.
 
-    Not thread-safe: used with the endpoint's lock. Methods raise `PeerLostError` once the connection is broken.
+    Methods raise `PeerLostError` once the connection is broken.
     """
 
-    def __init__(self, sock: socket.socket, talker: FrameHandler) -> None:
+    def __init__(self, sock: socket.socket, handler: FrameHandler) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self._talker = talker
+        self._handler = handler
         self._outbox: deque[memoryview] = deque()
         self._piece: Frame | None = None  # the DATA frame that ends the outbox
         self._staging = bytearray(_STAGING_NBYTES)
         self._view = memoryview(self._staging)
         self._begin = self._end = 0
         self._sink = memoryview(b"")
-        self._sinking: Frame | None = None
+        self._receiving: Frame | None = None
 
     @property
     def backlog(self) -> bool:
@@ -66,17 +59,14 @@ class FrameSocket:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send as much as the socket accepts, pieces included, at most one turn's share.
-
-        `backlog` tells if more waits.
-        """
+        """Send what the socket accepts, pieces included, at most one turn's share; `backlog` tells if more waits."""
         budget = _TURN_NBYTES
         while True:
             if not self._outbox:
                 if self._piece is not None:
                     piece, self._piece = self._piece, None
-                    self._talker.sent(piece)
-                following = self._talker.next_piece()
+                    self._handler.sent(piece)
+                following = self._handler.next_piece()
                 if following is None:
                     return
                 self._piece, payload = following
@@ -109,7 +99,7 @@ class FrameSocket:
         """Read what has arrived, at most one turn's share, and hand over each complete frame."""
         budget = _TURN_NBYTES
         while budget > 0 or (isinstance(self.sock, EncryptedSocket) and self.sock.is_pending):
-            target = self._sink if self._sinking is not None else self._view[self._end:]
+            target = self._sink if self._receiving is not None else self._view[self._end:]
             try:
                 n = self.sock.recv_into(target)
             except BlockingIOError:
@@ -120,39 +110,39 @@ class FrameSocket:
                 raise PeerLostError("its connection ended without a LEAVE frame: its process has ended")
             budget -= n
             full = n == len(target)
-            if self._sinking is not None:
-                self._sunk(n)
+            if self._receiving is not None:
+                self._received(n)
             else:
                 self._end += n
-                self._cut()
-            if not full and self._sinking is None:
+                self._split_frames()
+            if not full and self._receiving is None:
                 return
 
-    def _sunk(self, n: int) -> None:
+    def _received(self, n: int) -> None:
         self._sink = self._sink[n:]
         if not self._sink:
-            frame, self._sinking = self._sinking, None
+            frame, self._receiving = self._receiving, None
             assert frame is not None
-            self._talker.handle_frame(frame, self._sink)
+            self._handler.handle_frame(frame, self._sink)
 
-    def _cut(self) -> None:
+    def _split_frames(self) -> None:
         """Hand over the complete frames in the staging buffer."""
-        while self._sinking is None and self._end - self._begin >= HEADER.size:
+        while self._receiving is None and self._end - self._begin >= HEADER.size:
             frame = unpack(self._staging, self._begin)
             start = self._begin + HEADER.size
             if frame.kind == DATA:
                 self._begin = start
-                self._sink, self._sinking = self._talker.sink(frame), frame
+                self._sink, self._receiving = self._handler.sink(frame), frame
                 n = min(self._end - start, frame.nbytes)
                 self._sink[:n] = self._view[start:start + n]
                 self._begin += n
-                self._sunk(n)
+                self._received(n)
                 continue
             end = start + frame.n_payload
             if end > self._end:
                 break
             self._begin = end
-            self._talker.handle_frame(frame, self._view[start:end])
+            self._handler.handle_frame(frame, self._view[start:end])
         if self._begin == self._end:
             self._begin = self._end = 0
         elif _STAGING_NBYTES - self._begin < HEADER.size + EAGER_NBYTES:  # a frame must find room behind what is there
@@ -173,6 +163,5 @@ class FrameSocket:
             self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._outbox.clear()
         self.sock.close()

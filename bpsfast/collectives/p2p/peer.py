@@ -33,7 +33,7 @@ class CompetingConnection(NamedTuple):
 
 
 class PeerOwner(Protocol):
-    """What a peer needs of this rank's endpoint."""
+    """What a peer needs of this rank's endpoint, a `P2PEndpoint`."""
 
     rank: int
     token: cross_memory.Token
@@ -42,8 +42,7 @@ class PeerOwner(Protocol):
     connector: PeerConnector
     writing: set[int]
 
-    def job_error(self) -> BpsError | None:
-        """Return what ended the job, if something did."""
+    def job_error(self) -> BpsError | None: ...
 
 
 class Peer:
@@ -56,24 +55,21 @@ class Peer:
         self.link: FrameSocket | None = None
         self.competing: CompetingConnection | None = None  # used if this rank's own connection fails
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
-        self._parting: BpsError | None = None  # why this rank has left: what the peer does then is expected
+        self._left: BpsError | None = None  # why this rank has left: what the peer does then is expected
         self._endpoint = endpoint
         self._allowance, self._usage = SendCredit(), ReceiveCredit()
         self._waiting: deque[Outgoing] = deque()
         self._announced: dict[int, Outgoing] = {}
         self._wanted: deque[Outgoing] = deque()
         self._incoming: dict[int, Incoming] = {}
-        self._n_announced = self._n_heard = 0
+        self._n_announced = self._n_received = 0
         self._process = 0
 
     # -- the connection --------------------------------------------------------------------------------------------
 
     def join(self, sock: socket.socket, process: int, greeting: bytes = b"") -> None:
-        """Use *sock* from now on; *process* is the other end's id, 0 if it is on another machine.
-
-        *greeting* is sent before everything else.
-        """
-        self._dismiss_rival(CROSSED)
+        """Use *sock*, and send *greeting* first; *process*: the other end's id, 0 if it is on another machine."""
+        self._dismiss_competing(CROSSED)
         self.link = FrameSocket(sock, self)
         self.state, self._process = "joined", process
         self._endpoint.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
@@ -88,7 +84,7 @@ class Peer:
         self.link.send(frame)
         self._admit()
 
-    def _dismiss_rival(self, verdict: bytes) -> None:
+    def _dismiss_competing(self, verdict: bytes) -> None:
         competing, self.competing = self.competing, None
         if competing is not None:
             with contextlib.suppress(OSError):  # its rank may be gone
@@ -99,9 +95,9 @@ class Peer:
         """Mark the peer as lost: fail all its transfers, now and later, with *error*."""
         if self.state == "lost":
             return
-        error = self._parting or error
+        error = self._left or error
         self.state, self.error = "lost", error
-        self._dismiss_rival(REFUSED)
+        self._dismiss_competing(REFUSED)
         self.close()
         under_way = [each.transfer for each in (*self._waiting, *self._announced.values(), *self._wanted)]
         under_way += [each.transfer for each in self._incoming.values()]
@@ -113,7 +109,7 @@ class Peer:
 
     def leave(self, error: BpsError) -> None:
         """Tell the peer that no frame follows; transfers under way end with *error*."""
-        self._parting = error
+        self._left = error
         if self.link is not None:
             self._guard(lambda: self._send(Frame(protocol.LEAVE)))
 
@@ -191,7 +187,7 @@ class Peer:
                 return
 
     def next_piece(self) -> tuple[Frame, memoryview] | None:
-        """Return the next piece that the peer has asked for; several messages take turns."""
+        """Return the next DATA frame, when nothing else is to be sent; several messages take turns."""
         if not self._wanted:
             return None
         outgoing = self._wanted[0]
@@ -219,10 +215,10 @@ class Peer:
         return "announced to it, and not received" if any(
             each.transfer is transfer for each in self._announced.values()) else "its payload is on the way"
 
-    # -- hearing ---------------------------------------------------------------------------------------------------
+    # -- frames ----------------------------------------------------------------------------------------------------
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Handle a frame from the peer."""
+        """Act on *frame*; *payload* is only valid until this returns. May raise `ProtocolError`."""
         if self.link is None:
             return  # the frame before it has closed the connection
         kind = frame.kind
@@ -230,9 +226,9 @@ class Peer:
             self._usage.eager(frame.nbytes)
             self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
         elif kind == protocol.ANNOUNCE:
-            self._n_heard += 1
-            if frame.number != self._n_heard:
-                raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
+            self._n_received += 1
+            if frame.number != self._n_received:
+                raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_received}")
             self._usage.announced()
             self._endpoint.receiver.arrived(frame.channel, Arrival(
                 self.rank, frame.tag, frame.nbytes, number=frame.number, address=frame.address))
@@ -289,7 +285,7 @@ class Peer:
         self._guard(lambda: self._send(Frame(protocol.WANT, number=number)))
 
     def sink(self, frame: Frame) -> memoryview:
-        """Return the memory for a piece."""
+        """Return where the payload of a DATA frame goes; `handle_frame` is called when it is there."""
         incoming = self._incoming.get(frame.number)
         left = incoming.arrival.nbytes - incoming.n_received if incoming else 0
         if incoming is None or not 0 < frame.nbytes <= left:

@@ -21,6 +21,13 @@ SLOW_YIELD_S = 0.001
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.128
 #: This many waits that end awake save as much as a slow yield costs.
 _MANY_MET = 64
+log = logging.getLogger("bpsfast.collectives.p2p")
+#: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
+#: is, since a new one does not wake the sleeping thread.
+_SLICE_S, _IDLE_S = 0.1, 1.0
+#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this
+#: long.
+_LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
 class CpuContention:
@@ -35,7 +42,7 @@ class CpuContention:
         self._n_met = 0
 
     def is_there(self, now: float) -> bool:
-        """Return whether to sleep at once at *now* (`time.monotonic`)."""
+        """Return whether waits sleep at once at *now* (`time.monotonic`)."""
         return now < self._until
 
     def slow(self, now: float) -> None:
@@ -49,35 +56,15 @@ class CpuContention:
         """Note that a wait has ended awake."""
         self._n_met += 1
 
-log = logging.getLogger("bpsfast.collectives.p2p")
-
-#: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
-#: is, since a new one does not wake the sleeping thread.
-_SLICE_S, _IDLE_S = 0.1, 1.0
-#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this
-#: long.
-_LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
-
 
 class ProgressEngine:
     """The connections' event loop. `lock` guards everything that its handlers touch.
 
-    Parameters
-    ----------
-    busy
-        Returns, with the lock, whether transfers are under way.
-    work
-        Does a piece of work that needs no descriptor, without the lock; returns whether there was one.
-    settle
-        Called after each turn, without the lock: wakes waiting threads and runs callbacks.
-    check
-        Raises what ended the job, if it has ended.
-    failed
-        Called with that error, with the lock.
-    tick
-        Called as often as `check`, without the lock.
-    awake_s
-        How long a wait polls before it sleeps.
+    *busy* returns, with the lock, whether transfers are under way. *work* does a piece of work that needs no
+    descriptor, without the lock, and returns whether there was one. *settle* is called after each turn, without the
+    lock: it wakes waiting threads and runs callbacks. *check* raises what ended the job, if it has ended; *failed* is
+    called with that error, with the lock. *tick* is called as often as *check*, without the lock. A wait polls for
+    *awake_s* before it sleeps.
     """
 
     def __init__(self, name: str, *, busy: Callable[[], bool], work: Callable[[], bool], settle: Callable[[], None],
@@ -92,7 +79,7 @@ class ProgressEngine:
         self._driver = 0  # identity of the thread that polls
         self._n_waiting = 0
         self._inline_at = self._checked_at = 0.0
-        self._crowd = CpuContention()
+        self._contention = CpuContention()
         self._closed = self._has_given_up = False
         self._wake = WakeUp()
         self._epoll = select.epoll()
@@ -100,7 +87,6 @@ class ProgressEngine:
         self.watch(self._wake.fileno(), select.EPOLLIN, lambda events: self._woken())
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     # -- with the lock ---------------------------------------------------------------------------------------------
@@ -189,22 +175,19 @@ class ProgressEngine:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
-        """Poll until ``over()`` or the deadline.
-
-        *outer*: the thread that polls afterwards (this one, in a callback of a turn).
-        """
+        """Poll until ``over()`` or the deadline; then *outer* polls: a thread, or this one in a callback of a turn."""
         awake_until, waited = time.monotonic() + self._awake_s, False
         try:
             while not over() and not self._closed:
                 now = time.monotonic()
                 if now >= deadline:
                     return
-                if now < awake_until and not self._crowd.is_there(now):
+                if now < awake_until and not self._contention.is_there(now):
                     if not self._turn(0.0):
                         self._yield()
                         waited = True
                     elif waited:
-                        self._crowd.met()
+                        self._contention.met()
                         waited = False
                 elif self._turn(min(_SLICE_S, deadline - now)):
                     awake_until = time.monotonic() + self._awake_s
@@ -219,7 +202,7 @@ class ProgressEngine:
         os.sched_yield()
         after = time.monotonic()
         if after - before > SLOW_YIELD_S:
-            self._crowd.slow(after)
+            self._contention.slow(after)
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and handle them; return whether there were any."""

@@ -28,6 +28,11 @@ EAGER_NBYTES = 8 << 10
 MESSAGE_MAX_NBYTES = 1 << 46
 #: The longest payload of a DATA frame: other frames for that rank wait no longer than this takes to send.
 PIECE_NBYTES = 1 << 20
+#: What one rank may send to another before receives match: bytes of small messages, and announcements.
+ROOM_NBYTES = 256 << 10
+N_ANNOUNCED = 1024
+#: Room is given back in portions: a frame for every small message would cost as much as the message.
+_PORTION_NBYTES = ROOM_NBYTES // 4
 
 
 class Frame(NamedTuple):
@@ -41,12 +46,10 @@ class Frame(NamedTuple):
     address: int = 0
 
     def pack(self) -> bytes:
-        """Return the header as bytes."""
         return HEADER.pack(*self)
 
     @property
     def name(self) -> str:
-        """The name of its kind."""
         return _NAMES[self.kind - 1]
 
     @property
@@ -56,13 +59,7 @@ class Frame(NamedTuple):
 
 
 def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
-    """Return the header at *offset*, checked as far as possible without the frames before it.
-
-    Raises
-    ------
-    ProtocolError
-        If it is none.
-    """
+    """Return the header at *offset*; raise `ProtocolError` if it is none, as far as it tells without earlier frames."""
     frame = Frame(*HEADER.unpack_from(buffer, offset))
     if not EAGER <= frame.kind <= LEAVE:
         raise ProtocolError(f"a frame of kind {frame.kind}, known are 1 to {LEAVE}")
@@ -70,11 +67,6 @@ def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
     if frame.nbytes > most:
         raise ProtocolError(f"{frame.name} with {frame.nbytes} bytes, at most {most} are allowed")
     return frame
-
-ROOM_NBYTES = 256 << 10
-N_ANNOUNCED = 1024
-#: Room is given back in portions: a frame for every small message would cost as much as the message.
-_PORTION_NBYTES = ROOM_NBYTES // 4
 
 
 def cost(nbytes: int) -> int:

@@ -17,23 +17,20 @@ from .progress_engine import ProgressEngine
 from .protocol import ReceiveCredit, SendCredit
 from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
+log = logging.getLogger("bpsfast.collectives.p2p")
+
 
 class MessageSource(Protocol):
-    """Another rank, as the receiver needs it: a `Peer`."""
+    """Another rank, as the receiver needs it: a `Peer`, which documents these."""
 
     rank: int
     pid: int  # of the process whose memory can be read; 0: it cannot
     link: FrameSocket | None
     error: BpsError | None
 
-    def consumed(self, nbytes: int) -> None:
-        """Give back the room of a small message that was received."""
-
-    def taken(self, number: int) -> None:
-        """Say that the payload of an announced message was fetched, or is not wanted."""
-
-    def want(self, incoming: Incoming) -> None:
-        """Ask for the payload of an announced message."""
+    def consumed(self, nbytes: int) -> None: ...
+    def taken(self, number: int) -> None: ...
+    def want(self, incoming: Incoming) -> None: ...
 
 
 R = TypeVar("R")
@@ -43,7 +40,7 @@ _Key = tuple[int, int | None, int | None]
 
 @dataclass
 class Matching(Generic[R, A]):
-    """Receives without a message, and messages without a receive. Source and tag None, of receives: any.
+    """Matches receives with messages, and keeps those without a partner. Source or tag None, of a receive: any.
 
     Looking up takes constant time unless source or tag is any; then it grows with the different (source, tag) of the
     messages that lie on the channel.
@@ -131,8 +128,6 @@ class Matching(Generic[R, A]):
                  for (source, tag), queue in sorted(here.items())[:8]]
         return ", ".join(parts + ["..."] * (len(here) > 8))
 
-log = logging.getLogger("bpsfast.collectives.p2p")
-
 
 class MessageReceiver:
     """Receives of *rank*, from itself and *peers* (by rank). Used with *progress*'s lock, except `read_piece`."""
@@ -177,7 +172,6 @@ class MessageReceiver:
                 arrival.outgoing.transfer.finish(error)
 
     def send_to_self(self, outgoing: Outgoing) -> None:
-        """Send a message to this rank."""
         transfer, nbytes = outgoing.transfer, outgoing.nbytes
         assert transfer.tag is not None
         arrival = Arrival(self.rank, transfer.tag, nbytes)
@@ -253,7 +247,7 @@ class MessageReceiver:
         if peer.pid:
             try:
                 n = cross_memory.read(peer.pid, arrival.address + done, transfer.address + done,
-                              min(cross_memory.PIECE_NBYTES, arrival.nbytes - done))
+                                      min(cross_memory.PIECE_NBYTES, arrival.nbytes - done))
             except OSError as exc:
                 log.info("rank %d cannot read rank %d's memory any more: %s", self.rank, peer.rank, exc)
         with self._lock:

@@ -10,38 +10,29 @@ import numpy as np
 
 from ...orchestration.errors import BpsError
 
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_from_memory.restype = ctypes.py_object
+_READ, _WRITE = 0x100, 0x200
+
 
 class TransferOwner(Protocol):
-    """What a transfer needs of its endpoint."""
+    """What a transfer needs of its endpoint: `P2PEndpoint`, whose first three calls are those of the transfer."""
 
     rank: int
 
-    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
-        """See `Transfer.wait`."""
-
-    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
-        """See `Transfer.on_done`."""
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """See `Transfer.cancel`."""
-
-    def ended(self, transfer: Transfer) -> None:
-        """Note, with the lock, that *transfer* has ended."""
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None: ...
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None: ...
+    def cancel(self, transfer: Transfer) -> bool: ...
+    def ended(self, transfer: Transfer) -> None: ...
 
 
 class Transfer:
     """A send or a receive under way; `P2PEndpoint.send` and `receive` return it. Any thread.
 
-    Parameters
-    ----------
-    peer
-        The other rank; None: any (of a receive).
-    tag
-        None: any (of a receive).
-    address, nbytes
-        The caller's memory: what is sent, or where to put it. nbytes -1: memory is allocated when the message comes.
-    owner
-        Kept until the transfer has ended: it keeps the memory alive.
+    *peer* is the other rank, and *tag* the message's; None, of a receive: any. *address* and *nbytes* are the caller's
+    memory: what is sent, or where to put it; nbytes -1: memory is allocated when the message comes. *owner* keeps the
+    memory alive, and is kept until the transfer has ended.
 
     Once `done`, these say what it was: `source` (a rank), `tag`, `nbytes` of the message, `data` (uint8, only of
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
@@ -66,23 +57,12 @@ class Transfer:
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended.
+        """Wait until it has ended, at most *timeout_s* (None: the setting); after that the transfer goes on, and may be
+        waited for again.
 
-        Parameters
-        ----------
-        timeout_s
-            None: the setting. After that the transfer goes on; it may be waited for again.
-
-        Raises
-        ------
-        StallError
-            If it has not ended in time; the text names the rank that is missing.
-        PeerLostError
-            If the other rank is gone, or has left the job.
-        MismatchError
-            If the message was longer than the receive's memory. It is consumed; the sender is not told.
-        ClosedError
-            If the endpoint was closed, or the transfer cancelled.
+        Raises `StallError` if it has not ended in time, naming the rank that is missing; `PeerLostError` if the other
+        rank is gone, or has left the job; `MismatchError` if the message was longer than the receive's memory (it is
+        consumed; the sender is not told); `ClosedError` if the endpoint was closed, or the transfer cancelled.
         """
         self._endpoint.wait(self, timeout_s)
 
@@ -122,7 +102,6 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload."""
         return self.transfer.nbytes
 
 
@@ -150,11 +129,6 @@ class Incoming:
     transfer: Transfer
     arrival: Arrival
     n_received: int = 0
-
-_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_from_memory.restype = ctypes.py_object
-_READ, _WRITE = 0x100, 0x200
 
 
 def view(address: int, nbytes: int, writable: bool = False) -> memoryview:

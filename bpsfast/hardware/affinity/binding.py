@@ -23,12 +23,8 @@ def device_cores(host: Host, device: str, text: str, allowed: frozenset[int] = f
     """Return the CPUs for the thread of *device* by the setting rdma_cores: "3", "4-7", "numa" or "". Empty: any.
 
     "numa" gives none if the kernel does not report the device's NUMA node, or if this process may not run there.
-    *allowed*: the CPUs of this process, if it is bound to fewer at present.
-
-    Raises
-    ------
-    ConfigError
-        This process may run on none of the CPUs.
+    *allowed*: the CPUs of this process, if it is bound to fewer at present. Raises `ConfigError` if this process may
+    run on none of the CPUs.
     """
     allowed = allowed or numa.allowed_cpus(host.tree)
     if text == "numa":
@@ -98,20 +94,18 @@ class ThreadBinding:
     def __init__(self, cpus: frozenset[int]) -> None:
         self._pid = os.getpid()
         before = frozenset(os.sched_getaffinity(0))
-        self._before, self.cpus = before, cpus & before
-        if not self.cpus or self.cpus == before:
-            if cpus and not self.cpus:
-                warn_refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", errno.EINVAL,
-                             f"This process stays on CPUs {format_cpus(before)}")
-            self.cpus = frozenset()
-            return
-        try:
-            _move(before, self.cpus)
-        except OSError as exc:
-            warn_refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", exc.errno or 0, "Threads run anywhere")
-            self.cpus = frozenset()
-            return
-        _before.append(before)
+        self._before, self.cpus = before, frozenset[int]()
+        wanted, call = cpus & before, f"sched_setaffinity(CPUs {format_cpus(cpus)})"
+        if cpus and not wanted:
+            warn_refused(call, errno.EINVAL, f"This process stays on CPUs {format_cpus(before)}")
+        elif wanted and wanted != before:
+            try:
+                _move(before, wanted)
+            except OSError as exc:
+                warn_refused(call, exc.errno or 0, "Threads run anywhere")
+            else:
+                _before.append(before)
+                self.cpus = wanted
 
     def undo(self) -> None:
         """Restore the CPUs from before. Idempotent; does nothing in a forked child."""

@@ -30,7 +30,7 @@ def traffic_nics(host: Host, settings: Settings, address: str) -> NicLocality:
     if settings.transport in ("auto", "rdma") and not settings.nic_limit and (wanted is None or not wanted.is_loopback):
         try:
             rails = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
-                                 peer=wanted).rails
+                                      peer=wanted).rails
         except BpsError:  # reported later, if RDMA is needed
             rails = ()
         nodes = {device.name: device.numa_node for device in host.devices}
@@ -70,8 +70,7 @@ def gpu_numa_nodes(host: Host) -> tuple[int | None, ...]:
     if isinstance(host.kernel, RecordedKernel):
         answer = nvml.recorded_answer(host.kernel.answers.nvml)
     parts = discovery.machine(host, nvml.query_nvml() if answer is None else answer).of(PartKind.GPU)
-    nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]
-    return tuple(node if node is not None and node >= 0 else None for node in nodes)
+    return tuple(host.tree.numa_node(DEVICES, part.address) for part in parts)
 
 
 def _known(found: dict[str, int | None]) -> NicLocality:

@@ -102,8 +102,9 @@ class AffinityOptions:
 
 @dataclass(frozen=True)
 class Rank:
-    """A local rank before planning: the CPUs that it may use; `stays`: whether it keeps them in any case; `beside`: the
-    NUMA node of its GPU, None if unknown.
+    """A local rank before planning: the CPUs that it may use.
+
+    `stays`: whether it keeps them in any case. `beside`: the NUMA node of its GPU, None if unknown.
     """
 
     cpus: frozenset[int]
@@ -126,19 +127,9 @@ class CpuAffinity:
 def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, options: AffinityOptions) -> CpuAffinity:
     """Return the affinity of the node's threads.
 
-    Parameters
-    ----------
-    allowed
-        CPUs that its process may use.
-    cards
-        The NUMA nodes of the cards that carry its traffic; empty if unknown.
-    n_ranks
-        Ranks, for each of which a core is left if the node gets cores of its own.
-
-    Raises
-    ------
-    ConfigError
-        `AffinityOptions.avoid` leaves no CPU.
+    *allowed*: CPUs that its process may use. *cards*: the NUMA nodes of the cards that carry its traffic; empty if
+    unknown. *n_ranks*: ranks, for each of which a core is left if the node gets cores of its own. Raises `ConfigError`
+    if `AffinityOptions.avoid` leaves no CPU.
     """
     own = cores.within(allowed - options.avoid)
     if options.avoid >= allowed and allowed:
@@ -156,12 +147,8 @@ def plan_ranks(cores: Cores, ranks: Sequence[Rank], options: AffinityOptions,
                taken: Set[int] = frozenset()) -> tuple[CpuAffinity, ...]:
     """Return the affinity of each of *ranks*, in local-rank order. *taken*: CPUs that only the node uses.
 
-    Ranks with different CPUs have been bound on purpose and keep them.
-
-    Raises
-    ------
-    ConfigError
-        `AffinityOptions.rank_cpus` does not have usable CPUs for each rank.
+    Ranks with different CPUs have been bound on purpose and keep them. Raises `ConfigError` if
+    `AffinityOptions.rank_cpus` does not have usable CPUs for each rank.
     """
     shares = _given(ranks, options) if options.rank_cpus else _shares(cores, ranks, options, taken)
     cpus = [frozenset() if rank.stays or share >= rank.cpus else share for rank, share in zip(ranks, shares)]

@@ -1,4 +1,4 @@
-"""The copies that a machine can make in one piece, and the links that each of them crosses; and GPUDirect's copies.
+"""Lists the copies between GPUs, memory and network cards (GPUDirect) of a machine, and the links that each crosses.
 
 Sums are made where a copy ends, at a GPU or in a socket's memory; a switch sums nothing. A copy from GPU to GPU stays
 below one PCIe switch or on NVLink: across switches it would cross two sockets' links and run at a fraction of their
@@ -147,10 +147,7 @@ def direct_pairs(topology: Topology) -> tuple[GpuNicPair, ...]:
 def enabled_pairs(topology: Topology, settings: Settings) -> tuple[GpuNicPair, ...]:
     """Return the pairs that the setting gpu_direct enables, () if it is off or there are no GPUs.
 
-    Raises
-    ------
-    ConfigError
-        It is on, and no GPU of this machine can copy directly.
+    Raises `ConfigError` if it is on, and no GPU of this machine can copy directly.
     """
     if not settings.gpu_direct or not topology.of(PartKind.GPU):
         return ()

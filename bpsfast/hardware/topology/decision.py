@@ -1,4 +1,4 @@
-"""The strategy of a machine: the one that settings force, else the best, else the paper's rule; and a report of it."""
+"""Decides how a machine sums its gradients: as settings force, else the best way, else the paper's; and reports it."""
 from __future__ import annotations
 
 import logging
@@ -30,10 +30,7 @@ _logged: set[str] = set()
 def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
     """Return the strategy of *topology* and log once where it comes from. SciPy is optional.
 
-    Raises
-    ------
-    ConfigError
-        A setting asks for something that the machine does not have; a GPU has no path to memory.
+    Raises `ConfigError` if a setting asks for something that the machine does not have, or a GPU has no path to memory.
     """
     given, direct = forced(topology, settings), enabled_pairs(topology, settings)
     if direct and not can_solve():
@@ -44,7 +41,7 @@ def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN_G
         return choose(topology, traffic, direct=direct)
     if given is None:
         _log_once(logging.WARNING if topology.of(PartKind.GPU) else logging.INFO,
-              f"machine {topology.name} sums its gradients by OSDI'20's rule; for the best strategy {MISSING}")
+                  f"machine {topology.name} sums its gradients by OSDI'20's rule; for the best strategy {MISSING}")
         return nearest_socket_strategy(topology, paper_grouping(topology), traffic)
     _log_once(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} asks")
     return solve_forced(topology, given, traffic, direct)
@@ -62,12 +59,8 @@ def forced(topology: Topology, settings: Settings) -> ForcedStrategy | None:
     """Return the strategy that *settings* force; None if they force nothing or there are no GPUs.
 
     As in BytePS, a switch size that does not divide the number of GPUs is ignored with a warning, and roots sum all
-    GPUs. Local ranks are GPUs in their order.
-
-    Raises
-    ------
-    ConfigError
-        A root is not a GPU of this machine, or roots and a switch size contradict each other.
+    GPUs. Local ranks are GPUs in their order. Raises `ConfigError` if a root is not a GPU of this machine, or roots and
+    a switch size contradict each other.
     """
     gpus = tuple(part.name for part in topology.of(PartKind.GPU))
     size = settings.pcie_switch_size
@@ -141,7 +134,7 @@ class StrategyReport:
         for pair in direct_pairs(self.topology):
             able.setdefault(pair.gpu, []).append(pair.card)
         answers = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
-                **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
+                   **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
         head = f"Directly to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
         gpus = [f"  {part.name} {answers[part.name]}" for part in self.topology.of(PartKind.GPU)] if answers else []
         return ["", head, *gpus] if gpus else []

@@ -45,10 +45,7 @@ class _Device(NamedTuple):
 def discover(root: str | None = None) -> Topology:
     """Return the graph of this machine, or of the one recorded below *root*.
 
-    Raises
-    ------
-    ConfigError
-        *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
+    Raises `ConfigError` if *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
     """
     host = open_host(root)
     if isinstance(host.kernel, RecordedKernel):
@@ -59,7 +56,9 @@ def discover(root: str | None = None) -> Topology:
 def machine(host: Host, answer: nvml.NvmlAnswer) -> Topology:
     """Return the graph of *host* with NVML's *answer*."""
     sockets = Sockets(host)
-    gpus, nics = _gpus(host.tree, answer), _cards(host)
+    gpus = _gpus(host.tree, answer)
+    nics = [_Device(Part(f"nic{number}", PartKind.NIC, card.location.address, card.model, device=",".join(card.devices),
+                         wire_rate_bytes=card.rate_bytes), card.location) for number, card in enumerate(cards(host))]
     names = {device.part.address: device.part.name for device in gpus}
     # GPUs that only NVML reports: a container without /sys
     lost = [_gpu(f"gpu{number}", gpu.address, gpu)
@@ -97,11 +96,6 @@ def _gpu(name: str, address: str, told: nvml.Gpu | None, model: str = "") -> Par
     return Part(name, PartKind.GPU, address, told.name if told else model, device=str(told.index) if told else "")
 
 
-def _cards(host: Host) -> list[_Device]:
-    return [_Device(Part(f"nic{number}", PartKind.NIC, card.location.address, card.model, device=",".join(card.devices),
-                         wire_rate_bytes=card.rate_bytes), card.location) for number, card in enumerate(cards(host))]
-
-
 def _pcie(tree: Tree, devices: list[_Device], sockets: Sockets) -> tuple[list[Part], list[Link]]:
     """Return the switches above *devices*, and the upward links of both."""
     by_slot: dict[str, list[_Device]] = {}
@@ -133,8 +127,8 @@ def _model(tree: Tree, folder: str) -> str:
 
 def _numa_node(tree: Tree, branch: PcieBranch, by_slot: Mapping[str, list[_Device]]) -> int | None:
     """Return the NUMA node of the first device below *branch* that has one, else None."""
-    numbers = (tree.number(device.location.folder, "numa_node") for slot in branch.leaves for device in by_slot[slot])
-    return next((node for node in numbers if node is not None and node >= 0), None)
+    nodes = (tree.numa_node(device.location.folder) for slot in branch.leaves for device in by_slot[slot])
+    return next((node for node in nodes if node is not None), None)
 
 
 _log = logging.getLogger("bpsfast.hardware.topology")
@@ -234,10 +228,7 @@ class Cpu:
 
 def cpu(tree: Tree) -> Cpu:
     """Return the model of the processors, which is the same for all of a machine."""
-    told: dict[str, str] = {}
-    for line in (tree.text("proc/cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        told.setdefault(key.strip(), value.strip())
+    told = tree.fields("proc/cpuinfo")
     family, model = (int(told[key]) if told.get(key, "").isdecimal() else 0 for key in ("cpu family", "model"))
     return Cpu(told.get("vendor_id", ""), family, model, told.get("model name", ""))
 

@@ -1,4 +1,4 @@
-"""How a topology is shown: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
+"""Shows a topology: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
 from __future__ import annotations
 
 import itertools
@@ -56,10 +56,7 @@ _COLUMN, _ROW = 1.25, 1.4
 def draw(topology: Topology, path: str) -> None:
     """Write a drawing of *topology* to *path*, as SVG: sockets on top, devices below, NVLinks as arcs at the bottom.
 
-    Raises
-    ------
-    LackingError
-        matplotlib is not installed.
+    Raises `LackingError` if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -102,7 +99,7 @@ def layout(topology: Topology) -> dict[str, tuple[float, float]]:
     free = itertools.count()
     for part in (*topology.of(PartKind.SOCKET), *topology.of(PartKind.SWITCH), *topology.parts):
         if part.name not in rows and part.kind is not PartKind.NVSWITCH:
-            _hang(topology, part, 0, columns, rows, free)
+            _place(topology, part, 0, columns, rows, free)
     lowest = min(rows.values(), default=0.0)
     for part in topology.of(PartKind.GPU):
         rows[part.name] = lowest
@@ -113,15 +110,15 @@ def layout(topology: Topology) -> dict[str, tuple[float, float]]:
     return {name: (columns[name], rows[name]) for name in columns}
 
 
-def _hang(topology: Topology, part: Part, depth: int, columns: dict[str, float], rows: dict[str, float],
-          free: Iterator[int]) -> None:
+def _place(topology: Topology, part: Part, depth: int, columns: dict[str, float], rows: dict[str, float],
+           free: Iterator[int]) -> None:
     """Set the position of *part* and of its children that have none yet; *free*: unused columns."""
     rows[part.name] = -float(depth)
     below = []
     if part.kind in (PartKind.SOCKET, PartKind.SWITCH):
         for name, _ in topology.neighbours(part.name, LinkKind.PCIE):
             if name not in rows:
-                _hang(topology, topology.part(name), depth + 1, columns, rows, free)
+                _place(topology, topology.part(name), depth + 1, columns, rows, free)
                 below.append(columns[name])
     columns[part.name] = sum(below) / len(below) if below else float(next(free))
 

@@ -1,4 +1,4 @@
-"""LinearProgram: linear programs with named variables, solved by SciPy's HiGHS."""
+"""Linear programs with named variables, solved by SciPy's HiGHS."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping

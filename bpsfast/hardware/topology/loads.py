@@ -1,4 +1,4 @@
-"""The load of a step on each link, card and memory of a machine, as terms of a linear program and as values.
+"""Computes the load of a step on each link, card and memory of a machine, for a linear program and as values.
 
 Sizes are relative to the gradient's; times are seconds for each byte of it. Results take the same paths as the
 gradients, reversed. Links are full duplex, so a link carries in each direction the sum of the copies over it.

@@ -1,4 +1,4 @@
-"""What NVIDIA's library (NVML) says of this machine's GPUs and their NVLinks: the only use of it.
+"""Asks NVIDIA's library (NVML) about this machine's GPUs and their NVLinks; no other module uses it.
 
 NVML's answers become an `NvmlAnswer`, which a recorded machine has as data (``nvml`` in its answers.json). `nvlinks`
 makes links of either.
@@ -66,10 +66,7 @@ class NvmlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def recorded_answer(answer: Any) -> NvmlAnswer:
     """Return the answer of a recorded machine, an empty one if none was recorded.
 
-    Raises
-    ------
-    ConfigError
-        *answer* does not fit `NvmlAnswer`.
+    Raises `ConfigError` if *answer* does not fit `NvmlAnswer`.
     """
     if answer is None:
         return NvmlAnswer("not recorded")

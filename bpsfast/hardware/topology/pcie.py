@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..interfaces import PcieLink, pcie_link
+from ..interfaces import pcie_link
 from ..sysfs import Tree
 
 DEVICES = "sys/bus/pci/devices"
@@ -119,9 +119,6 @@ def rate_bytes(tree: Tree, bridges: Iterable[str], sleeps: bool = False) -> floa
     counts, with the present number of lanes.
     """
     links = [link for folder in bridges if (link := pcie_link(tree, folder)) is not None]
-    rates = [(_at_full_speed(link) if sleeps else link).gbps * 1e9 / 8 for link in links]
-    return float(round(min(rates, default=DEFAULT_RATE_BYTES)))
-
-
-def _at_full_speed(link: PcieLink) -> PcieLink:
-    return dataclasses.replace(link, speed=max(link.speed, link.max_speed))
+    if sleeps:
+        links = [dataclasses.replace(link, speed=max(link.speed, link.max_speed)) for link in links]
+    return float(round(min((link.gbps * 1e9 / 8 for link in links), default=DEFAULT_RATE_BYTES)))

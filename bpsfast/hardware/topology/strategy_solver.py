@@ -1,4 +1,4 @@
-"""Strategies: how a machine sums its GPUs' gradients. The best one, the paper's, a simple one, and a lower bound.
+"""Finds how a machine should sum its GPUs' gradients: the best strategy, the paper's, a simple one; a lower bound.
 
 In each share of a strategy the GPUs of an island first sum among themselves, each root its part; roots copy their parts
 to a socket's memory; CPUs sum what the islands left there; one socket's sum is sent. Results go back the same way. With
@@ -57,15 +57,12 @@ class Strategy:
         lines = []
         for way in self.ways:
             joined = [island for island in way.islands if len(island) > 1]
-            how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
+            groups = " and in ".join(f"{{{', '.join(island)}}}" for island in joined)
+            how = f"summed in {groups}" if joined else "by each for itself"
             copied = ", ".join(f"{part:.0%} from {root} {'directly ' if end in self.loads.cards else ''}to {end}"
                                for (root, end), part in way.copied.items() if root != end)
             lines.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
         return lines
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "{" + ", ".join(names) + "}"
 
 
 Islands = tuple[tuple[str, ...], ...]
@@ -83,20 +80,11 @@ def choose(topology: Topology, traffic: Traffic = OWN_GRADIENTS, islands: Sequen
            roots: Collection[str] = (), direct: Collection[GpuNicPair] = ()) -> Strategy:
     """Return the fastest strategy, of these the one that loads links least.
 
-    Parameters
-    ----------
-    islands
-        Groupings to choose from; by default each GPU alone, by PCIe switch, and by NVLink.
-    roots
-        GPUs that equally share each island's copies to memory; an island without any of them uses all of its GPUs.
-        By default each GPU copies as much as is best.
-    direct
-        Which roots may send directly to which cards, if all GPUs are one island; otherwise memory has to sum.
-
-    Raises
-    ------
-    ConfigError
-        SciPy is missing; *islands* or *roots* name unknown GPUs; a GPU has no path to memory.
+    *islands*: groupings to choose from; by default each GPU alone, by PCIe switch, and by NVLink. *roots*: GPUs that
+    equally share each island's copies to memory; an island without any of them uses all of its GPUs. By default each
+    GPU copies as much as is best. *direct*: which roots may send directly to which cards, if all GPUs are one island;
+    otherwise memory has to sum. Raises `ConfigError` if SciPy is missing; *islands* or *roots* name unknown GPUs; a GPU
+    has no path to memory.
     """
     _check(topology, islands, roots)
     program = LinearProgram()

@@ -20,12 +20,8 @@ PROVIDERS = tuple(_PROVIDERS)
 def provider(name: str) -> ModuleType:
     """Return the implementation *name* with its library loaded.
 
-    Raises
-    ------
-    ConfigError
-        There is no such implementation.
-    VerbsMissing
-        It cannot be used on this machine (an OSError); the text says what to install.
+    Raises `ConfigError` if there is no such implementation; `VerbsMissing` if it cannot be used on this machine (an
+    `OSError` that says what to install).
     """
     if name not in _PROVIDERS:
         raise ConfigError(f"verbs={name!r}: expected one of {', '.join(PROVIDERS)}")

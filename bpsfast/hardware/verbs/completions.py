@@ -1,4 +1,4 @@
-"""The meaning of bad completions (``ibv_wc.status`` and the vendor's code), and CompletionError.
+"""Explains bad RDMA completions (``ibv_wc.status`` and the vendor's code): their names, causes and what to do.
 
 `explain` gives for a status its name, what happened, the usual cause in this library, and what to do next.
 

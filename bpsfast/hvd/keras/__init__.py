@@ -12,24 +12,14 @@ import numpy as np
 
 from ...keras.backend import init as _init, local_rank, local_size, rank, shutdown, size
 from ...keras.compression import Compression, CompressionLike, parted
-from ...keras.ops import broadcast, broadcast_global_variables, push_pull
+from ...keras.ops import broadcast, broadcast_global_variables, is_tensor, push_pull
 from ...keras.optimizer import Reduction, distribute, loaded
-from ...orchestration.errors import ConfigError, UnsupportedError
+from ...orchestration.errors import UnsupportedError
 from ...trainer import process
-from ...trainer.arguments import Average, Sum, averages
-from ..basics import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ..reduce_op import factor
+from ...trainer.arguments import Average, Sum, check_passes, takes_mean
+from .. import capabilities
+from ..capabilities import *  # noqa: F403
+from ..reduce_op import check_predivision, factor
 from . import callbacks
 
 __all__ = [
@@ -41,35 +31,20 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
     "init",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
-    "rocm_built",
     "shutdown",
     "size",
 ]
+__all__ += capabilities.__all__
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job, as `bpsfast.init`. Ranks are what the launcher says: *comm* and *process_sets* are refused.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of them is given.
-    """
+    """Join the job, as `bpsfast.init`; raises UnsupportedError if *comm* or *process_sets* are given."""
     if comm or process_sets:
         raise UnsupportedError("init(comm, process_sets): bpsfast.hvd.keras reduces over all ranks that the launcher "
                                "has started; process sets are bpsfast.hvd's, for PyTorch")
@@ -86,12 +61,12 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
               compression: CompressionLike = Compression.none) -> Any:
     """Return *value* averaged (summed) over all ranks: `bpsfast.keras.push_pull`, with factors and a compressor.
 
-    What becomes of integers by an average or a factor is cut off towards zero.
+    Averages and products of integers are truncated towards zero.
 
-    Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is no
-    bool or a factor no number.
+    Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is not
+    a bool, or a factor is not a number.
     """
-    mean = _mean(average, op)
+    mean = takes_mean(average, op)
     factors = factor("prescale_factor", prescale_factor), factor("postscale_factor", postscale_factor)
     compressor, choice = parted(compression)
     if choice is not None:
@@ -105,12 +80,11 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
     if divides:
         found = keras.ops.sign(found) * (keras.ops.abs(found) // size())
     found = _scaled(found, factors[1])
-    is_tensor = isinstance(value, keras.Variable) or keras.ops.is_tensor(value)
-    return found if is_tensor else np.asarray(keras.ops.convert_to_numpy(found))
+    return found if is_tensor(value) else np.asarray(keras.ops.convert_to_numpy(found))
 
 
 def _scaled(tensor: Any, by: float) -> Any:
-    """Return *tensor* times *by*; integers are multiplied in float64, and cut off towards zero."""
+    """Return *tensor* times *by*; integers are multiplied in float64 and truncated towards zero."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if by == 1.0:
         return tensor
@@ -131,24 +105,16 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     op
         Average or Sum.
     num_groups, groups
-        Horovod's. All gradients travel together, small ones fused.
+        Horovod's; ignored. All gradients are sent together, small ones fused.
     backward_passes_per_step, average_aggregated_gradients
-        Sum (average) the gradients of so many steps first: the optimizer's ``gradient_accumulation_steps`` does it, and
-        it must not be built yet.
+        Sum (average) the gradients of so many steps first, by the optimizer's ``gradient_accumulation_steps``; it must
+        not be built yet.
 
-    Raises
-    ------
-    ConfigError
-        As there, and for reductions and numbers that are not possible.
+    Raises ConfigError as `bpsfast.keras.DistributedOptimizer`, and for invalid reductions and numbers.
     """
-    mean = _mean(None, op)
-    factor("gradient_predivide_factor", gradient_predivide_factor)
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and not mean):
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, with "
-                          "op=Average")
-    n = backward_passes_per_step
-    if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
+    mean = takes_mean(None, op)
+    check_predivision(gradient_predivide_factor, mean)
+    check_passes(n := backward_passes_per_step)
     reduction = Reduction(name, mean, *parted(compression), prescale=1 / gradient_predivide_factor,
                           postscale=gradient_predivide_factor * (1 if average_aggregated_gradients else n))
     return distribute(optimizer, reduction, n)
@@ -161,9 +127,3 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
     *legacy_opts*.
     """
     return loaded(filepath, custom_optimizers, custom_objects, Reduction(None, True, *parted(compression)), {})
-
-
-def _mean(average: bool | None, op: int | None) -> bool:
-    if average is not None and op is not None:
-        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
-    return averages(True if average is None else average, op)

@@ -10,7 +10,7 @@ from ...orchestration.errors import UnsupportedError
 
 
 class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallback):
-    """As that of `bpsfast.keras`. *local_variables*, which each rank would keep as its own, are refused."""
+    """As that of `bpsfast.keras`; *local_variables*, which would differ by rank, are refused."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         if local_variables:

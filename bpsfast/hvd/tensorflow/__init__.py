@@ -10,47 +10,14 @@ from __future__ import annotations
 from ...tensorflow.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
 from ...tensorflow.compression import Compression
 from ...trainer.process import local_rank, local_size, rank, size
-from ..basics import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from .. import capabilities
+from ..capabilities import *  # noqa: F403
 from ..errors import HorovodInternalError
 from ..reduce_op import Adasum, Average, Max, Min, Product, Sum
 from ..runtime import ProcessSet, global_process_set, remove_process_set
-from .basics import (
-    add_process_set,
-    barrier,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    shutdown,
-)
-from .collective_ops import (
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
+from . import basics, collective_ops
+from .basics import *  # noqa: F403
+from .collective_ops import *  # noqa: F403
 from .training import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [
@@ -66,43 +33,14 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
     "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
-    "reducescatter",
     "remove_process_set",
-    "rocm_built",
-    "shutdown",
     "size",
 ]
+__all__ += basics.__all__
+__all__ += capabilities.__all__
+__all__ += collective_ops.__all__

@@ -1,4 +1,4 @@
-"""Join the job and leave it; process sets; waiting for each other."""
+"""Joining and leaving the job, process sets and barriers, for TensorFlow."""
 from __future__ import annotations
 
 import sys
@@ -12,16 +12,24 @@ from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
 from ..runtime import ProcessSet, global_process_set
 from .collective_ops import begun, is_global
 
+__all__ = [
+    "add_process_set",
+    "barrier",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "shutdown",
+]
+
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job, as `bpsfast.init`; *process_sets* are added at once, on all ranks alike ("dynamic" says nothing).
+    """Join the job, as `bpsfast.init`, and add *process_sets*, the same on all ranks ("dynamic" changes nothing).
 
-    Raises
-    ------
-    UnsupportedError
-        If *comm* is given: ranks are what the launcher says. For *process_sets* without PyTorch.
-    ConfigError
-        If a set is a duplicate.
+    Raises UnsupportedError if *comm* is given, as the launcher decides which processes are ranks, and for
+    *process_sets* without PyTorch; ConfigError if a set is a duplicate.
     """
     if comm:
         raise UnsupportedError(f"init(comm={comm!r}): ranks are those that the launcher has started; a part of them is "
@@ -47,7 +55,7 @@ def is_initialized() -> bool:
 
 
 def cross_rank() -> int:
-    """Return the place of this machine among those that have a process of this local rank."""
+    """Return the index of this machine among those that have a process of this local rank."""
     return cross_rank_of(process.current())
 
 
@@ -62,16 +70,13 @@ def is_homogeneous() -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a set of some ranks, to which operations can then be limited, and return it. All ranks of the job call it.
-
-    Raises as `bpsfast.hvd.torch.add_process_set`, and UnsupportedError without PyTorch.
-    """
+    """As `bpsfast.hvd.torch.add_process_set`; raises UnsupportedError without PyTorch."""
     begun("a process set")
     return sets.add_process_set(process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of *process_set* are here."""
+    """Wait until all ranks of *process_set* have called this."""
     if is_global(process_set):
         process.barrier()
     else:

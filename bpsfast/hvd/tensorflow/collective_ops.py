@@ -1,4 +1,4 @@
-"""allreduce and reducescatter: of all ranks as `bpsfast.tensorflow` sums, else as ranks negotiate it."""
+"""Horovod's operations on TensorFlow's tensors: by `bpsfast.tensorflow` if it has them, else by `bpsfast.hvd.torch`."""
 from __future__ import annotations
 
 import hashlib
@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ...orchestration.errors import ConfigError, UnsupportedError
@@ -15,14 +14,31 @@ from ...tensorflow.broadcast import (
     broadcast as _broadcast,
     broadcast_object as _broadcast_object,
     broadcast_variables as _broadcast_variables,
+    refuse_tracing,
     resources,
 )
 from ...tensorflow.compression import Compression, CompressionLike, parted
-from ...tensorflow.memory import array_of
+from ...tensorflow.memory import computed, dense
 from ...tensorflow.ops import push_pull, reduced
 from ...trainer import process
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
-from ..runtime import ProcessSet, global_process_set
+from ..runtime import ProcessSet, checked_set, global_process_set
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
 
 
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
@@ -31,14 +47,14 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
               process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* reduced over all ranks of *process_set*, with factors before and after.
 
-    Average and Sum of all ranks are `bpsfast.tensorflow.push_pull`; what becomes of integers by an average or a factor
-    is cut off towards zero. Differentiable, but for Min, Max and Product. For these, and for process sets, tensors are
-    dense, and PyTorch must be installed.
+    Average and Sum over all ranks are `bpsfast.tensorflow.push_pull`; averages and products of integers are truncated
+    towards zero. Differentiable except for Min, Max and Product. Those, and process sets, need dense tensors and
+    PyTorch.
 
     Raises
     ------
     ConfigError, UnsupportedError
-        If an argument is not possible; before anything is sent.
+        If an argument is invalid; nothing is sent.
     HorovodInternalError, MismatchError, StallError, PeerLostError
         As `bpsfast.hvd.torch.allreduce`, `bpsfast.tensorflow.push_pull`.
     """
@@ -50,7 +66,8 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         total = push_pull(before, "", None, device_dense, device_sparse, compression,
                           int(Sum if divides else reduction), name=name)
         return scaled(_divided(total) if divides else total, postscale_factor, "postscale_factor")
-    return _negotiated([tensor], name, compression, reduction, prescale_factor, postscale_factor, process_set)[0]
+    return _negotiated("allreduce", [tensor], name, compression, reduction, prescale_factor, postscale_factor,
+                       process_set)[0]
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "",
@@ -58,16 +75,16 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False, *,
                       name: str | None = None) -> list[Any]:
-    """Return *tensors* reduced as by `allreduce`; all are under way at once. *ignore_name_scope* is Horovod's.
+    """Return *tensors* reduced as by `allreduce`, all at the same time. *ignore_name_scope* is Horovod's.
 
-    None among *tensors*, on all ranks alike, stays None. *name*: what names begin with. None: it is made of what the
-    tensors are, and their shapes.
+    None among *tensors*, the same on all ranks, stays None. *name* is the prefix of the tensors' names. None: it is
+    made of their dtypes and shapes.
     """
     reduction = chosen(op, average)
     if not is_global(process_set) or reduction not in (Average, Sum):
         there = [tensor for tensor in tensors if tensor is not None]
-        found = iter(_negotiated(there, name, compression, reduction, prescale_factor, postscale_factor, process_set)
-                     if there else ())
+        found = iter(_negotiated("allreduce", there, name, compression, reduction, prescale_factor, postscale_factor,
+                                 process_set) if there else ())
         return [None if tensor is None else next(found) for tensor in tensors]
     ready = [scaled(tensor, prescale_factor, "prescale_factor") for tensor in tensors]
     factor("postscale_factor", postscale_factor)
@@ -83,9 +100,8 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: CompressionL
                   prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Any:
     """Return this rank's rows of *tensor* averaged (summed) over all ranks of *process_set*.
 
-    Rows are divided as evenly as can be, the first ranks get more. Needs PyTorch.
-
-    The gradient is, as Horovod's, that of all ranks' rows, for Sum times the number of ranks.
+    Rows are divided as evenly as possible, with the remainder on the first ranks. Needs PyTorch. The gradient is, as
+    Horovod's, that of all ranks' rows, for Sum times the number of ranks.
     """
     return grouped_reducescatter([tensor], device_dense, compression, op, process_set, prescale_factor,
                                  postscale_factor, name=name)[0]
@@ -99,50 +115,38 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "",
     reduction = chosen(op)
     if reduction not in (Average, Sum):
         raise UnsupportedError(f"reducescatter by {reduction.name}: only Average and Sum are there, as in Horovod")
-    compressor = _compressor(compression)
-    pairs = [compressor.compress(dense(tensor, "reducescatter")) for tensor in tensors]
-    narrow = [tensor for tensor, _ in pairs]
-    api = begun("reducescatter")
-
-    def run(*given: Any) -> list[Any]:
-        return made(lambda *arrays: api.grouped_reducescatter(
-            list(arrays), name, op=reduction, process_set=process_set, prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor), given, [(each.dtype, rows_of(each)) for each in given])
-
-    def back(*gradients: Any) -> list[Any]:
-        share = prescale_factor * postscale_factor * (process_set.size() or 1 if reduction == Sum else 1)
-        return grouped_allgather([scaled(each, share) for each in gradients], process_set=process_set)
-
-    results = differentiable(run, back, narrow)
-    return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
+    return _negotiated("reducescatter", tensors, name, compression, reduction, prescale_factor, postscale_factor,
+                       process_set)
 
 
-def _negotiated(tensors: Sequence[Any], name: str | None, compression: CompressionLike, op: ReduceOp, prescale: float,
-                postscale: float, process_set: ProcessSet) -> list[Any]:
-    compressor = _compressor(compression)
-    pairs = [compressor.compress(dense(tensor, "allreduce")) for tensor in tensors]
-    api = begun(f"allreduce by {op.name} over {process_set}")
-
-    def run(*given: Any) -> list[Any]:
-        return made(lambda *arrays: api.grouped_allreduce(
-            list(arrays), name=name, op=op, prescale_factor=prescale, postscale_factor=postscale,
-            process_set=process_set), given, [(each.dtype, each.shape) for each in given])
-
-    def back(*gradients: Any) -> list[Any]:
-        if op not in (Average, Sum):
-            raise UnsupportedError(f"allreduce by {op.name} has no gradient here: tf.stop_gradient, or Average or Sum")
-        return _negotiated(gradients, None, Compression.none, op, prescale, postscale, process_set)
-
-    results = differentiable(run, back, [tensor for tensor, _ in pairs])
-    return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
-
-
-def _compressor(compression: CompressionLike) -> Any:
+def _negotiated(kind: str, tensors: Sequence[Any], name: str | None, compression: CompressionLike, op: ReduceOp,
+                prescale: float, postscale: float, process_set: ProcessSet) -> list[Any]:
+    """Reduce dense *tensors* as a group by `bpsfast.hvd.torch`. *kind*: "allreduce" or "reducescatter"."""
     compressor, choice = parted(compression)
     if choice is not None:
         raise UnsupportedError("codecs are for what is summed over all ranks; process sets, reducescatter, Min, Max "
                                "and Product take a compressor, such as Compression.fp16")
-    return compressor
+    pairs = [compressor.compress(dense(tensor, f"the tensor of {kind}")) for tensor in tensors]
+    scatters = kind == "reducescatter"
+    api = begun(kind if scatters else f"{kind} by {op.name} over {process_set}")
+
+    def reduce(*arrays: Any) -> Any:
+        return getattr(api, f"grouped_{kind}")(list(arrays), name=name, op=op, prescale_factor=prescale,
+                                               postscale_factor=postscale, process_set=process_set)
+
+    def run(*given: Any) -> list[Any]:
+        return computed(reduce, given, [(each.dtype, rows_of(each) if scatters else each.shape) for each in given])
+
+    def back(*gradients: Any) -> list[Any]:
+        if op not in (Average, Sum):
+            raise UnsupportedError(f"allreduce by {op.name} has no gradient here: tf.stop_gradient, or Average or Sum")
+        if not scatters:
+            return _negotiated(kind, gradients, None, Compression.none, op, prescale, postscale, process_set)
+        share = prescale * postscale * (process_set.size() or 1 if op == Sum else 1)
+        return grouped_allgather([scaled(each, share) for each in gradients], process_set=process_set)
+
+    results = differentiable(run, back, [tensor for tensor, _ in pairs])
+    return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
 
 
 def _digest(tensors: Sequence[Any], op: ReduceOp) -> str:
@@ -152,9 +156,9 @@ def _digest(tensors: Sequence[Any], op: ReduceOp) -> str:
 
 
 def scaled(tensor: Any, by: float, what: str = "factor") -> Any:
-    """Return *tensor*, dense, rows or None, times *by*; integers are multiplied in float64, and cut off towards zero.
+    """Return *tensor*, dense, rows or None, times *by*; integers are multiplied in float64 and truncated towards zero.
 
-    Raises `ConfigError`, which names it as *what*, if *by* is no number.
+    Raises `ConfigError`, which names it as *what*, if *by* is not a number.
     """
     number = factor(what, by)
     if tensor is None or number == 1.0:
@@ -173,7 +177,7 @@ def _is_integer(tensor: Any) -> bool:
 
 
 def _divided(tensor: Any) -> Any:
-    """Return a sum over all ranks as their average; integers are cut off towards zero, as Horovod's."""
+    """Divide a sum over all ranks by their number; integers are truncated towards zero, as by Horovod."""
     def mean(values: Any) -> Any:
         n_ranks = tf.cast(process.current().size, values.dtype)
         return tf.truncatediv(values, n_ranks) if values.dtype.is_integer else values / n_ranks
@@ -197,12 +201,12 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     """Return *tensor* of all ranks of *process_set*, concatenated in their order along the first dimension, which may
     differ. *ignore_name_scope* is Horovod's.
 
-    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+    The gradient is, as Horovod's, the mean of the ranks' gradients of this rank's rows.
 
     Raises
     ------
     UnsupportedError
-        If it is no dense tensor of numbers, or there is no PyTorch.
+        If it is not a dense tensor of numbers, or PyTorch is not installed.
     HorovodInternalError
         As `bpsfast.hvd.torch.allgather`.
     """
@@ -211,12 +215,12 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """As `allgather` of each of *tensors*; none is gathered before all are there on all ranks."""
-    given = [dense(tensor, "allgather") for tensor in tensors]
+    """As `allgather` of each of *tensors*; none is gathered before all are submitted on all ranks."""
+    given = [dense(tensor, "the tensor of allgather") for tensor in tensors]
     api = begun("allgather")
 
     def run(*these: Any) -> list[Any]:
-        return made(lambda *arrays: api.grouped_allgather(list(arrays), name, process_set), these,
+        return computed(lambda *arrays: api.grouped_allgather(list(arrays), name, process_set), these,
                     [(each.dtype, rows_of(each)) for each in these])
 
     def back(*gradients: Any) -> list[Any]:
@@ -231,10 +235,12 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
 
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
-    """Return the rows that all ranks of *process_set* have sent to this one, in their order; with *splits*, which says
-    how many go to each, also how many came from each. None: equally many. Gradients go back to where rows came from.
+    """Return the rows that all ranks of *process_set* have sent to this one, in their order.
+
+    *splits*: how many rows go to each rank; then also return how many came from each. None: the same number to each.
+    Gradients return to the ranks that sent the rows.
     """
-    given = dense(tensor, "alltoall")
+    given = dense(tensor, "the tensor of alltoall")
     rows = None if splits is None else _integers(splits)
     api = begun("alltoall")
 
@@ -244,19 +250,19 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 
     if rows is None:
         def even(x: Any) -> list[Any]:
-            return made(exchange, [x], [(x.dtype, rows_of(x))])
+            return computed(exchange, [x], [(x.dtype, rows_of(x))])
 
         return differentiable(even, lambda dy: [alltoall(dy, process_set=process_set)], [given])[0]
     received: list[Any] = []
 
     def run(x: Any) -> list[Any]:
-        output, came = made(exchange, [x, rows], [(x.dtype, rows_of(x)), (tf.int32, [None])])
+        output, came = computed(exchange, [x, rows], [(x.dtype, rows_of(x)), (tf.int32, [None])])
         received.append(came)
         return [output]
 
     def back(dy: Any) -> list[Any]:
         returned, _ = alltoall(dy, received[-1], process_set=process_set)
-        unsent = tf.shape(given)[0] - tf.shape(returned)[0]  # rows beyond the sum of splits went nowhere
+        unsent = tf.shape(given)[0] - tf.shape(returned)[0]  # rows beyond the sum of splits were not sent
         return [tf.concat([returned, tf.zeros(tf.concat([[unsent], tf.shape(returned)[1:]], 0), returned.dtype)], 0)]
 
     (output,) = differentiable(run, back, [given])
@@ -264,7 +270,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 
 
 def _integers(splits: Any) -> Any:
-    found = dense(splits, "alltoall's splits")
+    found = dense(splits, "splits of alltoall")
     if not found.dtype.is_integer:
         raise ConfigError(f"alltoall expects splits to contain 32-bit integer elements. (got {found.dtype.name})")
     return tf.cast(found, tf.int32)
@@ -272,13 +278,11 @@ def _integers(splits: Any) -> Any:
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the *obj* of all ranks of *process_set*, in their order, pickled; *session* is TensorFlow 1's.
+    """Return the *obj* of each rank of *process_set*, in their order; it is pickled. *session* is TensorFlow 1's.
 
-    Raises UnsupportedError inside `tf.function`, where it would be sent once for each trace.
+    Raises UnsupportedError inside `tf.function`, which would send it only when it is traced.
     """
-    if tf.inside_function():
-        raise UnsupportedError(f"allgather_object of a {type(obj).__name__} inside tf.function, which would send it "
-                               "when it is traced and never again: call it outside")
+    refuse_tracing("allgather_object", obj)
     found: list[Any] = begun("allgather_object").allgather_object(obj, name, process_set)
     return found
 
@@ -291,9 +295,9 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     """
     if is_global(process_set):
         return _broadcast(tensor, root_rank, name=name)
-    given = dense(tensor, "broadcast")
+    given = dense(tensor, "the tensor of broadcast")
     api = begun(f"broadcast in {process_set}")
-    return made(lambda array: [api.broadcast(array, root_rank, name, process_set)], [given],
+    return computed(lambda array: [api.broadcast(array, root_rank, name, process_set)], [given],
                 [(given.dtype, given.shape)])[0]
 
 
@@ -321,9 +325,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     """Return job rank *root_rank*'s *obj* on all ranks of *process_set*: as `bpsfast.tensorflow.broadcast_object`."""
     if is_global(process_set):
         return _broadcast_object(obj, root_rank, session, name)
-    if tf.inside_function():
-        raise UnsupportedError("broadcast_object inside tf.function, which would send it when it is traced and never "
-                               "again: call it outside")
+    refuse_tracing("broadcast_object", obj)
     return begun("broadcast_object").broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -333,26 +335,15 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
-Array = np.ndarray[Any, Any]
-
-
 def is_global(process_set: ProcessSet) -> bool:
-    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is no process set."""
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
-                          "add_process_set has returned")
-    return process_set is global_process_set
+    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is not a process set."""
+    return checked_set(process_set) is global_process_set
 
 
 def begun(what: str) -> Any:
-    """Return `bpsfast.hvd.torch`, after its `init`; *what* asks for it.
+    """Return `bpsfast.hvd.torch`, initialized, for *what*.
 
-    Raises
-    ------
-    ClosedError
-        Before `init`.
-    UnsupportedError
-        Where there is no PyTorch.
+    Raises ClosedError before `init`, and UnsupportedError, which names *what*, without PyTorch.
     """
     process.current()
     if importlib.util.find_spec("torch") is None:
@@ -363,36 +354,8 @@ def begun(what: str) -> Any:
     return api
 
 
-def dense(tensor: Any, what: str) -> Any:
-    """Return *tensor* as a dense one; raises `UnsupportedError` if it is none, or one of strings."""
-    if isinstance(tensor, tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor | str | bytes):
-        raise UnsupportedError(f"{what} of a {type(tensor).__name__}: only dense tensors are taken")
-    found = tf.convert_to_tensor(tensor)
-    if found.dtype.as_numpy_dtype is object or found.dtype in (tf.variant, tf.resource):
-        raise UnsupportedError(f"{what} of a tensor of dtype {found.dtype.name}: only numbers are taken")
-    return found
-
-
-def made(run: Callable[..., Sequence[Array]], tensors: Sequence[Any], kinds: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return what *run* makes of the arrays of *tensors*, as tensors of these *kinds*: (dtype, shape).
-
-    Inside `tf.function` it is run in the order of the program.
-    """
-    if not any(tf.is_symbolic_tensor(tensor) for tensor in tensors):
-        with tf.device("CPU:0"):
-            return [tf.convert_to_tensor(array) for array in run(*[array_of(tensor) for tensor in tensors])]
-
-    def traced(*arrays: Any) -> list[Array]:
-        return [np.asarray(array) for array in run(*[np.asarray(array) for array in arrays])]
-
-    results = tf.numpy_function(traced, list(tensors), [dtype for dtype, _ in kinds])
-    for result, (_, shape) in zip(results, kinds):
-        result.set_shape(shape)
-    return list(results)
-
-
 def differentiable(run: Callable[..., list[Any]], back: Callable[..., list[Any]], tensors: Sequence[Any]) -> list[Any]:
-    """Return *run* of *tensors*, whose gradient is *back* of the results' gradients if they are floating-point ones."""
+    """Return *run* of *tensors*; its gradient is *back* of the results' gradients if all are floating-point tensors."""
     if not all(tensor.dtype.is_floating for tensor in tensors):
         return run(*tensors)
 

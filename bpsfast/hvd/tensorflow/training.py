@@ -11,32 +11,29 @@ from ...tensorflow import optimizer as plain
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.optimizer import DistributedGradientTape as _Tape
 from ...trainer import process
-from ..reduce_op import Average, Sum, chosen, factor
+from ..reduce_op import Average, Sum, check_predivision, chosen
 from ..runtime import ProcessSet, global_process_set
 from .collective_ops import grouped_allreduce, is_global, scaled
 
 
 class DistributedGradientTape(_Tape):
-    """*gradtape*, whose `gradient` reduces over all ranks of *process_set*; everything else is the tape's.
+    """A `tf.GradientTape` whose `gradient` reduces over all ranks of *process_set*; the rest is *gradtape*'s.
 
     Parameters
     ----------
     device_dense, device_sparse, compression, sparse_as_dense, op, scope
-        As of `bpsfast.tensorflow.DistributedGradientTape`. Over other sets than that of all ranks codecs are refused,
-        and sparse gradients travel as dense ones, in one order on all of its ranks.
+        As of `bpsfast.tensorflow.DistributedGradientTape`. Process sets take no codecs; in them sparse gradients are
+        sent as dense ones, in the same order on all of their ranks.
     gradient_predivide_factor
         Gradients are divided by it before they are averaged, and multiplied by it afterwards.
     num_groups, groups
-        Horovod's. Gradients travel by urgency, with the same values whatever the groups.
+        Horovod's; ignored, with the same results: gradients are sent by priority.
     process_set
-        Ranks outside it have their own gradients back.
+        Ranks outside it get their own gradients.
     scale_local_gradients
-        Gradients of `register_local_source` are divided by the number of ranks, as averages are.
+        Divide gradients of `register_local_source` by the number of ranks, as averages.
 
-    Raises
-    ------
-    ConfigError, UnsupportedError
-        If an argument is not possible.
+    Raises ConfigError or UnsupportedError if an argument is invalid.
     """
 
     def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
@@ -46,34 +43,30 @@ class DistributedGradientTape(_Tape):
                  scope: str | None = None) -> None:
         super().__init__(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, scope=scope)
         self._reduction = chosen(op)
-        factor("gradient_predivide_factor", gradient_predivide_factor)
-        if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and self._reduction != Average):
-            raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, "
-                              "with op=Average")
+        check_predivision(gradient_predivide_factor, self._reduction == Average)
         if not is_global(process_set) and parted(compression)[1] is not None:
             raise UnsupportedError(f"codecs compress what is summed over all ranks, not over {process_set}: give a "
                                    "compressor, such as Compression.fp16")
         self._factor, self._process_set = gradient_predivide_factor, process_set
         self._scales_local = scale_local_gradients
-        self._local: dict[int, Any] = {}  # by identity, and kept: no later source is to have the id of one that is gone
+        self._local: dict[int, Any] = {}  # by id; holds the sources, so that no id is used again
 
     def register_local_source(self, source: Any) -> None:
-        """Keep *source*, of which each rank has its own, out of what travels; on all ranks that take part."""
+        """Do not reduce the gradient of *source*, of which each rank has its own. All ranks of the set call this."""
         self._local[id(source)] = source
 
     def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
-        counts = self._process_set.process_set_id is not None  # what was removed is refused by the operation
-        if not is_global(self._process_set) and counts and not self._process_set.included():
+        is_added = self._process_set.process_set_id is not None  # else the operation raises
+        if not is_global(self._process_set) and is_added and not self._process_set.included():
             return gradients
-        stay = [id(source) in self._local for source in sources]
-        travel = [None if stays else gradient for stays, gradient in zip(stay, gradients)]
-        travel = [gradient if gradient is None else scaled(gradient, 1 / self._factor) for gradient in travel]
-        found = [total if total is None else scaled(total, self._factor)
-                 for total in self._reduced(sources, travel, learning_rate)]
+        are_local = [id(source) in self._local for source in sources]
+        sent = [None if is_local else scaled(gradient, 1 / self._factor)
+                for is_local, gradient in zip(are_local, gradients)]
+        found = [scaled(total, self._factor) for total in self._reduced(sources, sent, learning_rate)]
         n_ranks = process.current().size if is_global(self._process_set) else self._process_set.size()
         share = 1 / (n_ranks or 1) if self._scales_local else 1.0
-        return [scaled(gradient, share) if stays and gradient is not None else total
-                for stays, gradient, total in zip(stay, gradients, found)]
+        return [scaled(gradient, share) if is_local and gradient is not None else total
+                for is_local, gradient, total in zip(are_local, gradients, found)]
 
     def _reduced(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
         if is_global(self._process_set):
@@ -95,8 +88,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
                          scale_local_gradients: bool = True) -> Any:
     """Return *optimizer* for gradients that are averaged (summed) over all ranks first.
 
-    As `bpsfast.tensorflow.DistributedOptimizer`. *num_groups* and *groups* change no value: gradients travel by
-    urgency; *scale_local_gradients* is of variables that stay local, and an optimizer here has none.
+    As `bpsfast.tensorflow.DistributedOptimizer`. *num_groups* and *groups* are ignored, with the same results, as
+    gradients are sent by priority; *scale_local_gradients*, too, as an optimizer here has no local variables.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The addresses of the codec kernels, which are compiled on first use.
+"""Compiles the kernels that compress and decompress partitions, on first use, and gives their addresses.
 
 C signatures, where T is float32, for float64 tensors float64; D is the tensor's dtype; and lengths are numbers of
 elements unless they are named nbytes::
@@ -29,9 +29,9 @@ Each takes 0.1 to 1 s to compile; numba's disk cache is used as by `bpsfast.kern
 """
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
+from bpsfast import kernels
 from bpsfast.orchestration import codec as codecs
 from bpsfast.orchestration.codec import CodecSpec
 
@@ -47,33 +47,19 @@ class Addresses(NamedTuple):
     narrow: int
 
 
-_lock = threading.Lock()
-#: (kernel, dtype) -> numba cfunc: owns the machine code for the life of the process
-_compiled: dict[tuple[str, str], Any] = {}
-
-
 def addresses(codec: CodecSpec, dtype: str) -> Addresses:
     """Return the addresses of the kernels of *codec* for tensors of *dtype*, compiling them on first use. Thread-safe.
 
     The code lives as long as the process. Raises `UnsupportedError` for a dtype that cannot be compressed.
     """
     wide = wide_name(dtype)
-    return Addresses(
-        address(f"encode_{codec.kind}", wide),
-        address(f"decode_{codec.kind}", wide),
-        address("feed", dtype),
-        address("feed", wide),
-        address("divide", wide),
-        address("narrow", dtype),
-    )
+    return Addresses(address(f"encode_{codec.kind}", wide), address(f"decode_{codec.kind}", wide),
+                     address("feed", dtype), address("feed", wide), address("divide", wide), address("narrow", dtype))
 
 
 def address(kernel: str, dtype: str) -> int:
     """Return the address of one kernel ("encode_topk", "feed", ...) of *dtype*, compiling it on first use."""
-    with _lock:
-        if (kernel, dtype) not in _compiled:
-            _compiled[kernel, dtype] = _compile(kernel, dtype)
-        return int(_compiled[kernel, dtype].address)
+    return kernels.compiled_address((kernel, dtype), lambda: _compile(kernel, dtype))
 
 
 def wide_name(dtype: str) -> str:

@@ -23,8 +23,8 @@ The first four are BytePS's, with these differences:
 * T is never 16 bits wide, since indices of 16 bits end at 65536. Such tensors are widened, which is exact.
 * Pairs of topk are in the order of their indices (BytePS: of a heap, which would be part of the format). The largest
   are by the bits of |x|, of equal ones the first; NaN is the largest, so it is sent. k is at most n/2.
-* Sums of magnitudes or squares are sums of doubles in `N_LANES` lanes, with element i in lane i mod `N_LANES`; the
-  lanes are then added in order. They are so the same on any CPU; 32 lanes suit all vector units.
+* Sums of magnitudes or squares are sums of doubles in `N_COLUMNS` columns, with element i in column i mod `N_COLUMNS`;
+  the columns are then added in order. They are so the same on any CPU; 32 columns suit all vector units.
 * dithering divides by the norm that is sent, a float32, so that both ends have the same levels. It calculates in
   doubles and rounds to T at the end. q is at most the highest level, as rounding the norm can make y larger than s.
 * NaN and infinity stay visible: one of them in x makes onebit's scale NaN or infinite, scaled or not, and dithering's
@@ -49,7 +49,7 @@ from bpsfast.orchestration.codec import INT8_BLOCK, CodecSpec, count
 
 Array = np.ndarray[Any, Any]
 
-N_LANES = 32
+N_COLUMNS = 32
 _MASK = (1 << 64) - 1
 _DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -130,7 +130,7 @@ def add(codec: CodecSpec, frame: bytes, sums: Array, is_first: bool = False) -> 
     return _quiet(new)
 
 
-class Partition:
+class PartitionState:
     """The state of one partition of a tensor on a node, or on the owner, from round to round."""
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str) -> None:
@@ -182,8 +182,8 @@ class ReferenceJob:
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str, n_nodes: int) -> None:
         self.codec = codec
-        self.nodes = [Partition(codec, n, dtype) for _ in range(n_nodes)]
-        self.owner = Partition(codec, n, dtype)
+        self.nodes = [PartitionState(codec, n, dtype) for _ in range(n_nodes)]
+        self.owner = PartitionState(codec, n, dtype)
 
     def round(self, partials: Sequence[Array | None], divisor: float = 1.0, ratio: float = 1.0) -> Array:
         """Return the result for all ranks of the nodes' *partials*, at least one; None: a node pushes nothing."""
@@ -201,21 +201,21 @@ def _finite(values: Array) -> Array:
     return np.where(np.isfinite(values), values, values.dtype.type(0))
 
 
-def _in_lanes(terms: Array) -> float:
-    """Add doubles in lanes, then the lanes."""
-    lanes = np.zeros(N_LANES)
-    for start in range(0, len(terms), N_LANES):
-        row = terms[start : start + N_LANES]
-        lanes[: len(row)] += row
+def _in_columns(terms: Array) -> float:
+    """Add doubles in columns, then the columns."""
+    columns = np.zeros(N_COLUMNS)
+    for start in range(0, len(terms), N_COLUMNS):
+        row = terms[start : start + N_COLUMNS]
+        columns[: len(row)] += row
     total = 0.0
-    for lane in lanes:
-        total += float(lane)
+    for column in columns:
+        total += float(column)
     return total
 
 
 def _scale(codec: CodecSpec, values: Array) -> Array:
     """Return the scale as a float32: the mean magnitude (0 of no values), or 1 if not scaled."""
-    total = _in_lanes(np.abs(values.astype(np.float64)))
+    total = _in_columns(np.abs(values.astype(np.float64)))
     if not codec.scaled:
         return _quiet(np.array([1 if np.isfinite(values).all() else total], np.float32))
     return _quiet(np.array([total / max(1, len(values))]).astype(np.float32))
@@ -250,7 +250,7 @@ def _levels(codec: CodecSpec) -> int:
 
 def _norm(codec: CodecSpec, values: Array) -> Array:
     magnitudes = np.abs(values.astype(np.float64))
-    norm = math.sqrt(_in_lanes(magnitudes * magnitudes)) if codec.l2 else magnitudes.max(initial=0)
+    norm = math.sqrt(_in_columns(magnitudes * magnitudes)) if codec.l2 else magnitudes.max(initial=0)
     rounded = np.array([norm]).astype(np.float32)
     return rounded if np.isfinite(rounded) else np.array([np.nan], np.float32)
 

@@ -1,9 +1,7 @@
 """Compiles the codec kernels as numba cfuncs."""
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -42,11 +40,8 @@ def compile_kernel(name: str, dtype: str, wide: str) -> Any:
     The machine code is read from and saved to numba's disk cache if it can be used.
     """
     compiles = functools.partial(cfunc, _signature(name, dtype, wide), error_model="numpy")
-    if kernels.has_cache_folder(Path(__file__).parent):
-        # an error of the kernel itself is raised again below, without the cache
-        with contextlib.suppress(*kernels.CACHE_FAULTS):
-            return compiles(cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
-    return compiles()(_named(name, dtype, ""))
+    return kernels.with_cache(__file__, lambda cache: compiles(cache=cache)(
+        _named(name, dtype, f"_{_fingerprint()}" if cache else "")))
 
 
 def _named(name: str, dtype: str, end: str) -> Any:
@@ -74,10 +69,4 @@ def _signature(name: str, dtype: str, wide: str) -> Any:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Return a short hash of the CPU and of the source of all kernels, for names of cache files.
-
-    numba itself checks only one source file.
-    """
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(element_ir.__file__), Path(sum_ir.__file__)]
-    parts = [*sum_ir.target(), *(path.read_text() for path in files)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return sum_ir.fingerprint([*sorted(Path(__file__).parent.glob("*.py")), element_ir.__file__, sum_ir.__file__])

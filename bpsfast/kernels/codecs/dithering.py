@@ -1,4 +1,4 @@
-"""dithering: levels rounded at random, without the zeros, in Elias delta codes. `codec_reference` has the format.
+"""The codec "dithering": levels rounded at random, no zeros, in Elias delta codes. Format: `codec_reference`.
 
 Streams of bits have the highest bit of a word first. Words of 64 bits are handled as two *units* of 32 bits, of which
 the upper one is first in the stream and second in memory: *swap* is then 1, for words of 32 bits 0, and unit u is at

@@ -1,4 +1,4 @@
-"""Between a tensor and its codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
+"""Kernels around a codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,6 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, name_of, wide_name
+from bpsfast.kernels.element_ir import emit_both, emits
 
 
 def feed(v, x, e, m, n, mu, ratio):  # type: ignore[no-untyped-def]
@@ -28,45 +29,33 @@ def narrow(out, v, n):  # type: ignore[no-untyped-def]
 @intrinsic
 def _feed(typing, v, x, e, m, n, mu, ratio):  # type: ignore[no-untyped-def]
     wide, name = wide_name(v), name_of(x)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        Feed(builder, wide, name, args).build()
-        return context.get_dummy_value()
-
-    return types.void(v, x, e, m, n, mu, ratio), codegen
+    return emits(types.void(v, x, e, m, n, mu, ratio), lambda builder, *args: Feed(builder, wide, name, args).build())
 
 
 @intrinsic
 def _divide(typing, acc, n, divisor):  # type: ignore[no-untyped-def]
     wide = wide_name(acc)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        acc, n, divisor = args
+    def emit(builder: ir.IRBuilder, acc: ir.Value, n: ir.Value, divisor: ir.Value) -> None:
         elements = Elements(builder, wide)
         rounded = elements.rounded(divisor)
+        elements.each(n, lambda index, n_items: elements.store(
+            builder.fdiv(elements.load(acc, wide, index, n_items), elements.splat(rounded, n_items)), acc, wide, index,
+            n_items))
 
-        def emit(index: Any, n_lanes: int) -> None:
-            value = elements.load(acc, wide, index, n_lanes)
-            elements.store(builder.fdiv(value, elements.splat(rounded, n_lanes)), acc, wide, index, n_lanes)
-
-        elements.each(n, emit)
-        return context.get_dummy_value()
-
-    return types.void(acc, n, divisor), codegen
+    return emits(types.void(acc, n, divisor), emit)
 
 
 @intrinsic
 def _narrow(typing, out, v, n):  # type: ignore[no-untyped-def]
     wide, name = wide_name(v), name_of(out)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        out, v, n = args
+    def emit(builder: ir.IRBuilder, out: ir.Value, v: ir.Value, n: ir.Value) -> None:
         elements = Elements(builder, wide)
-        elements.each(n, lambda index, n_lanes: elements.store(elements.load(v, wide, index, n_lanes), out, name,
-                                                               index, n_lanes))
-        return context.get_dummy_value()
+        elements.each(n, lambda index, n_items: elements.store(elements.load(v, wide, index, n_items), out, name,
+                                                               index, n_items))
 
-    return types.void(out, v, n), codegen
+    return emits(types.void(out, v, n), emit)
 
 
 class Feed:
@@ -82,30 +71,20 @@ class Feed:
 
     def build(self) -> None:
         """Emit all four."""
-        with self.b.if_else(self.elements.is_given(self.m)) as (moving, still):
-            with moving:
-                self.with_or_without_error(has_momentum=True)
-            with still:
-                self.with_or_without_error(has_momentum=False)
+        has_momentum, has_error = self.elements.is_given(self.m), self.elements.is_given(self.e)
+        emit_both(self.b, has_momentum, lambda moves: emit_both(self.b, has_error, lambda keeps: self.elements.each(
+            self.n, lambda index, n_items: self.emit(index, n_items, moves, keeps))))
 
-    def with_or_without_error(self, has_momentum: bool) -> None:
-        """Emit two."""
-        with self.b.if_else(self.elements.is_given(self.e)) as (then, otherwise):
-            with then:
-                self.elements.each(self.n, lambda index, n_lanes: self.emit(index, n_lanes, has_momentum, True))
-            with otherwise:
-                self.elements.each(self.n, lambda index, n_lanes: self.emit(index, n_lanes, has_momentum, False))
-
-    def emit(self, index: ir.Value, n_lanes: int, has_momentum: bool, has_error: bool) -> None:
+    def emit(self, index: ir.Value, n_items: int, has_momentum: bool, has_error: bool) -> None:
         """Emit the arithmetic of the elements from *index* on."""
         b, elements = self.b, self.elements
-        value = elements.load(self.x, self.name, index, n_lanes)
+        value = elements.load(self.x, self.name, index, n_items)
         if has_momentum:
-            mu = elements.splat(self.mu, n_lanes)
-            momentum = b.fadd(b.fmul(mu, elements.load(self.m, self.wide, index, n_lanes)), value)
+            mu = elements.splat(self.mu, n_items)
+            momentum = b.fadd(b.fmul(mu, elements.load(self.m, self.wide, index, n_items)), value)
             value = b.fadd(value, b.fmul(mu, momentum))
-            elements.store(elements.finite(momentum, n_lanes), self.m, self.wide, index, n_lanes)
+            elements.store(elements.finite(momentum, n_items), self.m, self.wide, index, n_items)
         if has_error:
-            error = elements.load(self.e, self.wide, index, n_lanes)
-            value = b.fadd(value, b.fmul(elements.splat(self.ratio, n_lanes), error))
-        elements.store(value, self.v, self.wide, index, n_lanes)
+            error = elements.load(self.e, self.wide, index, n_items)
+            value = b.fadd(value, b.fmul(elements.splat(self.ratio, n_items), error))
+        elements.store(value, self.v, self.wide, index, n_items)

@@ -12,18 +12,15 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from bpsfast.kernels.element_ir import I64, emits
+
 _WORDS = {32: types.uint32, 64: types.uint64}
 
 
 @intrinsic
 def is_null(typing, pointer):  # type: ignore[no-untyped-def]
     """Return whether *pointer* is NULL."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        number = builder.ptrtoint(args[0], ir.IntType(64))
-        return builder.icmp_unsigned("==", number, number.type(0))
-
-    return types.boolean(pointer), codegen
+    return emits(types.boolean(pointer), lambda b, pointer: b.icmp_unsigned("==", b.ptrtoint(pointer, I64), I64(0)))
 
 
 @intrinsic
@@ -38,18 +35,6 @@ def values_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
     return _view(like, pointer, nbytes, like)
 
 
-@intrinsic
-def floats_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to float32 elements, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.float32), pointer, nbytes)
-
-
-@intrinsic
-def counters_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to 64-bit words, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint64), pointer, nbytes)
-
-
 def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]:
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         first = builder.bitcast(args[0], ir.IntType(8).as_pointer())
@@ -58,46 +43,35 @@ def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]
     return result(pointer, nbytes, *rest), codegen
 
 
-@intrinsic
-def bytes_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to bytes, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint8), pointer, nbytes)
+def _viewer(element: Any) -> Any:
+    @intrinsic
+    def at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+        """Return a pointer to elements of one type, *nbytes* after *pointer*."""
+        return _view(types.CPointer(element), pointer, nbytes)
+
+    return at
 
 
-@intrinsic
-def units_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to 32-bit words, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint32), pointer, nbytes)
+#: Called with a pointer and a number of bytes, they return a typed pointer that many bytes after it.
+bytes_at, units_at, counters_at, floats_at = map(_viewer, (types.uint8, types.uint32, types.uint64, types.float32))
 
 
 @intrinsic
 def nbytes_of(typing, pointer):  # type: ignore[no-untyped-def]
     """Return the size in bytes of an element of *pointer*."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return ir.IntType(64)(pointer.dtype.bitwidth // 8)
-
-    return types.int64(pointer), codegen
+    return emits(types.int64(pointer), lambda b, _: I64(pointer.dtype.bitwidth // 8))
 
 
 @intrinsic
 def leading_zeros(typing, word):  # type: ignore[no-untyped-def]
     """Return the number of leading zeros of the 64-bit *word*; 64 for 0."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.ctlz(args[0], ir.IntType(1)(0))
-
-    return types.int64(types.uint64), codegen
+    return emits(types.int64(types.uint64), lambda b, word: b.ctlz(word, ir.IntType(1)(0)))
 
 
 @intrinsic
 def trailing_zeros(typing, word):  # type: ignore[no-untyped-def]
     """Return the number of trailing zeros of the 64-bit *word*; 64 for 0."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.cttz(args[0], ir.IntType(1)(0))
-
-    return types.int64(types.uint64), codegen
+    return emits(types.int64(types.uint64), lambda b, word: b.cttz(word, ir.IntType(1)(0)))
 
 
 #: Decorates functions that kernels call. They have no entry for Python, which halves the time to compile them, and no

@@ -1,4 +1,4 @@
-"""float16, bfloat16 and int8: each element rounded, int8 in blocks with a scale. `codec_reference` has the formats."""
+"""The codecs "float16", "bfloat16" and "int8": rounded elements, int8 in blocks with a scale."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import bytes_at, finite, floats_at, helper, is_null, nbytes_of, quiet, values_at
 from bpsfast.kernels.codecs.reductions import largest
-from bpsfast.kernels.element_ir import constant, nbytes_of as width_of, shape
+from bpsfast.kernels.element_ir import call_float, constant, emit_both, emits, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 
 
@@ -54,27 +54,20 @@ def _writer(name: str) -> Any:
     def write(typing, wire, x, n, error):  # type: ignore[no-untyped-def]
         wide = wide_name(x)
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            wire, x, n, error = args
+        def emit(builder: ir.IRBuilder, wire: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def round_only(index: Any, n_lanes: int) -> None:
-                elements.store(elements.load(x, wide, index, n_lanes), wire, name, index, n_lanes)
+            def put(index: ir.Value, n_items: int, keeps_error: bool) -> None:
+                value = elements.load(x, wide, index, n_items)
+                elements.store(value, wire, name, index, n_items)
+                if keeps_error:
+                    lost = builder.fsub(value, elements.load(wire, name, index, n_items))
+                    elements.store(elements.finite(lost, n_items), error, wide, index, n_items)
 
-            def keep_error(index: Any, n_lanes: int) -> None:
-                value = elements.load(x, wide, index, n_lanes)
-                elements.store(value, wire, name, index, n_lanes)
-                lost = builder.fsub(value, elements.load(wire, name, index, n_lanes))
-                elements.store(elements.finite(lost, n_lanes), error, wide, index, n_lanes)
+            emit_both(builder, elements.is_given(error),
+                      lambda keeps: elements.each(n, lambda index, n_items: put(index, n_items, keeps)))
 
-            with builder.if_else(elements.is_given(error)) as (then, otherwise):
-                with then:
-                    elements.each(n, keep_error)
-                with otherwise:
-                    elements.each(n, round_only)
-            return context.get_dummy_value()
-
-        return types.void(wire, x, n, error), codegen
+        return emits(types.void(wire, x, n, error), emit)
 
     return write
 
@@ -84,26 +77,19 @@ def _reader(name: str) -> Any:
     def read(typing, out, n, wire, add):  # type: ignore[no-untyped-def]
         wide = wide_name(out)
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            out, n, wire, add = args
+        def emit(builder: ir.IRBuilder, out: ir.Value, n: ir.Value, wire: ir.Value, add: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def put(index: Any, n_lanes: int) -> None:
-                elements.store(elements.load(wire, name, index, n_lanes), out, wide, index, n_lanes)
+            def put(index: ir.Value, n_items: int, adds: bool) -> None:
+                value = elements.load(wire, name, index, n_items)
+                if adds:
+                    value = builder.fadd(elements.load(out, wide, index, n_items), value)
+                elements.store(value, out, wide, index, n_items)
 
-            def put_sum(index: Any, n_lanes: int) -> None:
-                value = elements.load(wire, name, index, n_lanes)
-                total = builder.fadd(elements.load(out, wide, index, n_lanes), value)
-                elements.store(total, out, wide, index, n_lanes)
+            emit_both(builder, cgutils.is_not_null(builder, add),
+                      lambda adds: elements.each(n, lambda index, n_items: put(index, n_items, adds)))
 
-            with builder.if_else(cgutils.is_not_null(builder, add)) as (then, otherwise):
-                with then:
-                    elements.each(n, put_sum)
-                with otherwise:
-                    elements.each(n, put)
-            return context.get_dummy_value()
-
-        return types.void(out, n, wire, add), codegen
+        return emits(types.void(out, n, wire, add), emit)
 
     return read
 
@@ -162,12 +148,7 @@ def _block_scale(x, n):  # type: ignore[no-untyped-def]
 def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-def]
     """Write each of *n* elements as an integer multiple of *scale*, from -127 to 127, and the error if it is kept."""
     wide = wide_name(x)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        Int8BlockLoops(builder, wide, *args).write()
-        return context.get_dummy_value()
-
-    return types.void(numbers, x, n, error, scale), codegen
+    return emits(types.void(numbers, x, n, error, scale), lambda b, *args: Int8BlockLoops(b, wide, *args).write())
 
 
 class Int8BlockLoops:
@@ -183,29 +164,21 @@ class Int8BlockLoops:
 
     def write(self) -> None:
         """Emit both loops: with and without the error."""
-        with self.b.if_else(self.elements.is_given(self.error)) as (then, otherwise):
-            with then:
-                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=True))
-            with otherwise:
-                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=False))
+        emit_both(self.b, self.elements.is_given(self.error), lambda keeps: self.elements.each(
+            self.n, lambda index, n_items: self._emit(index, n_items, keeps)))
 
-    def _emit(self, index: Any, n_lanes: int, keeps: bool) -> None:
+    def _emit(self, index: Any, n_items: int, keeps: bool) -> None:
         b, elements = self.b, self.elements
-        value = elements.load(self.x, self.wide, index, n_lanes)
-        scale = elements.splat(self.scale, n_lanes)
-        number = b.fptosi(self._nearest(b.fdiv(value, scale), n_lanes), shape(ir.IntType(32), n_lanes))
+        value = elements.load(self.x, self.wide, index, n_items)
+        scale = elements.splat(self.scale, n_items)
+        nearest = call_float(b, "rint", b.fdiv(value, scale))  # halves to even
+        number = b.fptosi(nearest, shape(ir.IntType(32), n_items))
         for sign, limit in ((">", 127), ("<", -127)):
-            most = constant(ir.IntType(32), limit, n_lanes)
+            most = constant(ir.IntType(32), limit, n_items)
             number = b.select(b.icmp_signed(sign, number, most), most, number)
-        narrow = b.trunc(number, shape(ir.IntType(8), n_lanes))
+        narrow = b.trunc(number, shape(ir.IntType(8), n_items))
         stored = b.store(narrow, b.bitcast(b.gep(self.numbers, [index]), narrow.type.as_pointer()))
         stored.align = 1
         if keeps:
             decoded = b.fmul(b.sitofp(number, value.type), scale)
-            elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
-
-    def _nearest(self, value: ir.Value, n_lanes: int) -> ir.Value:
-        """Round to integers, halves to even."""
-        name = "llvm.rint." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * width_of(self.elements.wide)}"
-        signature = ir.FunctionType(value.type, [value.type])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [value])
+            elements.store(elements.finite(b.fsub(value, decoded), n_items), self.error, self.wide, index, n_items)

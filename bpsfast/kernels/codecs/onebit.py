@@ -1,6 +1,6 @@
-"""onebit: the signs of a partition, and one scale. `codec_reference` has the format.
+"""The codec "onebit": the signs of a partition, and one scale. Format: `codec_reference`.
 
-The loops are LLVM IR (`elements`): one comparison makes a word of signs, and one word selects as many lanes.
+The loops are LLVM IR (`elements`): one comparison makes a word of signs, and one word selects as many elements.
 """
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of, quiet
-from bpsfast.kernels.codecs.reductions import N_LANES, LaneSum, largest
-from bpsfast.kernels.element_ir import I64, constant, shape
+from bpsfast.kernels.codecs.reductions import N_COLUMNS, ColumnSum, largest
+from bpsfast.kernels.element_ir import I64, constant, emit_both, emits, shape
 from bpsfast.orchestration.codec import SCALED
 
 
@@ -51,33 +51,20 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 @intrinsic
 def _write_signs(typing, wire, x, n):  # type: ignore[no-untyped-def]
     """Write the words of signs; return the sum of the magnitudes."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return OnebitLoops(builder, wide_name(x)).write(*args)
-
-    return types.float64(wire, x, n), codegen
+    return emits(types.float64(wire, x, n), lambda b, *args: OnebitLoops(b, wide_name(x)).write(*args))
 
 
 @intrinsic
 def _write_error(typing, error, x, n, scale):  # type: ignore[no-untyped-def]
     """Write the error that the signs and *scale* leave of each element."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        OnebitLoops(builder, wide_name(x)).write_error(*args)
-        return context.get_dummy_value()
-
-    return types.void(error, x, n, scale), codegen
+    return emits(types.void(error, x, n, scale), lambda b, *args: OnebitLoops(b, wide_name(x)).write_error(*args))
 
 
 @intrinsic
 def _spread(typing, out, n, wire, above, below, add):  # type: ignore[no-untyped-def]
     """Write *above* where the sign is 0 and *below* where it is 1, or add them."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        OnebitLoops(builder, wide_name(out)).spread(*args)
-        return context.get_dummy_value()
-
-    return types.void(out, n, wire, above, below, add), codegen
+    return emits(types.void(out, n, wire, above, below, add),
+                 lambda b, *args: OnebitLoops(b, wide_name(out)).spread(*args))
 
 
 class OnebitLoops:
@@ -94,11 +81,11 @@ class OnebitLoops:
         """Emit the words of *n* elements; return the sum of their magnitudes."""
         b, width = self.b, self.width
         words = b.bitcast(wire, self.word.as_pointer())
-        sums = LaneSum(b, self.wide)
+        sums = ColumnSum(b, self.wide)
         whole = b.and_(n, I64(-width))
         with cgutils.for_range_slice(b, I64(0), whole, I64(width), I64) as (index, _):
-            parts = [self.elements.load(x, self.wide, b.add(index, I64(part)), N_LANES)
-                     for part in range(0, width, N_LANES)]
+            parts = [self.elements.load(x, self.wide, b.add(index, I64(part)), N_COLUMNS)
+                     for part in range(0, width, N_COLUMNS)]
             for part in parts:
                 sums.add(part)
             b.store(self._signs(parts), b.gep(words, [b.sdiv(index, I64(width))]))
@@ -119,22 +106,19 @@ class OnebitLoops:
         b, elements = self.b, self.elements
         scale = self._widen(scale)
 
-        def emit(index: Any, n_lanes: int) -> None:
-            value = elements.load(x, self.wide, index, n_lanes)
-            is_below = b.fcmp_ordered("<", value, constant(elements.wide, 0.0, n_lanes))
-            decoded = b.select(is_below, elements.splat(b.fneg(scale), n_lanes), elements.splat(scale, n_lanes))
-            elements.store(elements.finite(b.fsub(value, decoded), n_lanes), error, self.wide, index, n_lanes)
+        def emit(index: Any, n_items: int) -> None:
+            value = elements.load(x, self.wide, index, n_items)
+            is_below = b.fcmp_ordered("<", value, constant(elements.wide, 0.0, n_items))
+            decoded = b.select(is_below, elements.splat(b.fneg(scale), n_items), elements.splat(scale, n_items))
+            elements.store(elements.finite(b.fsub(value, decoded), n_items), error, self.wide, index, n_items)
 
         elements.each(n, emit)
 
     def spread(self, out: ir.Value, n: ir.Value, wire: ir.Value, above: ir.Value, below: ir.Value,
                add: ir.Value) -> None:
         """Emit both loops: with and without adding."""
-        with self.b.if_else(cgutils.is_not_null(self.b, add)) as (then, otherwise):
-            with then:
-                self._spread(out, n, wire, self._widen(above), self._widen(below), True)
-            with otherwise:
-                self._spread(out, n, wire, self._widen(above), self._widen(below), False)
+        emit_both(self.b, cgutils.is_not_null(self.b, add),
+                  lambda adds: self._spread(out, n, wire, self._widen(above), self._widen(below), adds))
 
     def _spread(self, out: ir.Value, n: ir.Value, wire: ir.Value, above: ir.Value, below: ir.Value,
                 adds: bool) -> None:
@@ -142,11 +126,11 @@ class OnebitLoops:
         words = b.bitcast(wire, self.word.as_pointer())
         whole = b.and_(n, I64(-width))
 
-        def put(signs: Any, index: Any, n_lanes: int) -> None:
-            value = b.select(signs, elements.splat(below, n_lanes), elements.splat(above, n_lanes))
+        def put(signs: Any, index: Any, n_items: int) -> None:
+            value = b.select(signs, elements.splat(below, n_items), elements.splat(above, n_items))
             if adds:
-                value = b.fadd(elements.load(out, self.wide, index, n_lanes), value)
-            elements.store(value, out, self.wide, index, n_lanes)
+                value = b.fadd(elements.load(out, self.wide, index, n_items), value)
+            elements.store(value, out, self.wide, index, n_items)
 
         with cgutils.for_range_slice(b, I64(0), whole, I64(width), I64) as (index, _):
             word = b.load(b.gep(words, [b.sdiv(index, I64(width))]))
@@ -161,9 +145,9 @@ class OnebitLoops:
         b = self.b
         word = self.word(0)
         for i, part in enumerate(parts):
-            signs = b.fcmp_ordered("<", part, constant(self.elements.wide, 0.0, N_LANES))
-            bits = b.zext(b.bitcast(signs, ir.IntType(N_LANES)), self.word)
-            word = b.or_(word, b.shl(bits, self.word(i * N_LANES)))
+            signs = b.fcmp_ordered("<", part, constant(self.elements.wide, 0.0, N_COLUMNS))
+            bits = b.zext(b.bitcast(signs, ir.IntType(N_COLUMNS)), self.word)
+            word = b.or_(word, b.shl(bits, self.word(i * N_COLUMNS)))
         return b.bitreverse(word)
 
     def _widen(self, scale: ir.Value) -> ir.Value:

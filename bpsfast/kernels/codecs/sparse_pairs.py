@@ -1,4 +1,4 @@
-"""topk and randomk: some elements with their indices. `codec_reference` has the format."""
+"""The codecs "topk" and "randomk": some elements with their indices. Format: `codec_reference`."""
 from __future__ import annotations
 
 import math

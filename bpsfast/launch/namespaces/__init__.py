@@ -1,5 +1,5 @@
-"""Clusters inside one machine: network namespaces on a bridge with shaped links (`Cluster`), or two of them on a link
-with faults on demand (`FaultyLink`).
+"""Clusters inside one machine: network namespaces on shaped links (`Cluster`), or two on a link that can fail on demand
+(`FaultyLink`).
 """
 from .cluster import Calibration, Cluster, CpuMeter, Machine
 from .faulty_link import FaultyLink

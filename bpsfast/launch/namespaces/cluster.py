@@ -17,11 +17,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from ...base.resources import Closing
 from ...orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
 from ..daemons import tie_to_parent
 from . import netns
@@ -89,9 +89,8 @@ class Machine:
         self._processes.append(process)
         return process
 
-    def run(
-        self, argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess:
+    def run(self, argv: Sequence[str], timeout_s: float,
+            env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
         """Run *argv* here to its end; return exit code and output (text).
 
         Raises `StallError` at the deadline; the process is killed.
@@ -109,29 +108,24 @@ class Machine:
         """Return the kernel's counters of this machine's link."""
         return netns.traffic(self.namespace, self._interface)
 
-    def _reap(self) -> None:
+    def remove(self) -> None:
+        """Kill all processes on the machine, and remove it."""
+        netns.remove(self.namespace)
         for process in self._processes:
             process.wait(timeout=10.0)
 
 
-class Cluster:
+class Cluster(Closing):
     """Machines on a switch, from construction until `close` or the end of the ``with`` block.
 
-    Raises `ConfigError`: Root, ``ip`` or tbf is missing, or an argument is not possible.
+    Raises `ConfigError` if root, ``ip`` or tbf is missing, or an argument is not possible.
 
-    Parameters
-    ----------
-    machines
-        Their names, or how many ("m0", "m1", ...).
-    rates
-        One `Rate` for all links, or one for each name; None: not shaped.
-    mtu
-        Of all links, in bytes.
+    *machines* are their names, or their number ("m0", "m1", ...). *rates* is one `Rate` for all links, or one for each
+    name; None: not shaped. *mtu* is that of all links, in bytes.
     """
 
-    def __init__(
-        self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *, mtu: int = 1500
-    ) -> None:
+    def __init__(self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *,
+                 mtu: int = 1500) -> None:
         names = [f"m{i}" for i in range(machines)] if isinstance(machines, int) else list(machines)
         if not 0 < len(names) < 250 or len({*names, _HUB}) != len(names) + 1 or any("/" in name for name in names):
             raise ConfigError(f"machines must be 1 to 249 different names, none of them {_HUB!r}, got {names}")
@@ -142,9 +136,8 @@ class Cluster:
         limits = _limits(names, rates)
         namespaces = netns.unused_names([_HUB, *names])
         self.hub = Machine(_HUB, namespaces[_HUB], _HUB_ADDRESS, "br0")
-        self.machines = {
-            name: Machine(name, namespaces[name], f"10.77.0.{i + 1}", "eth0") for i, name in enumerate(names)
-        }
+        self.machines = {name: Machine(name, namespaces[name], f"10.77.0.{i + 1}", "eth0")
+                         for i, name in enumerate(names)}
         try:
             netns.create(self.hub.namespace)
             netns.create_bridge(self.hub.namespace, f"{_HUB_ADDRESS}/16")
@@ -165,17 +158,10 @@ class Cluster:
     def __iter__(self) -> Iterator[Machine]:
         return iter(self.machines.values())
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kill all processes on the machines, and remove the machines. Idempotent."""
         for machine in [*self.machines.values(), self.hub]:
-            netns.remove(machine.namespace)
-            machine._reap()
+            machine.remove()
 
     def calibrate(self, a: str, b: str, duration_s: float = 8.0) -> Calibration:
         """Measure the rates between machines *a* (forth: from *a*) and *b*, both directions at once.

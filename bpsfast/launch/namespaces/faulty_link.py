@@ -1,5 +1,4 @@
-"""Two machines on a link with faults on demand: losses, delays, cuts of one or both directions, resets, connections
-refused as by a firewall, changed bytes.
+"""Two machines on a link with faults on demand: losses, delays, cuts, resets, refused connections, changed bytes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
@@ -21,11 +20,11 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
 
+from ...base.resources import Closing
 from ...orchestration.errors import ConfigError, LackingError, StallError
 from ...orchestration.wake_up import WakeUp
 from . import netns
@@ -73,19 +72,12 @@ class _Direction:
         self.n_unchanged = 0  # bytes of payload, since the last change
 
 
-class FaultyLink:
+class FaultyLink(Closing):
     """Two machines, from construction until `close`. Faults may be changed at any time, by one thread.
 
     Raises `ConfigError` if something is missing; the text names it.
 
-    Parameters
-    ----------
-    names
-        Of the two machines.
-    mtu
-        Of the link, bytes.
-    seed
-        Of the random choices.
+    *names* are those of the two machines, *mtu* is the link's in bytes, *seed* that of the random choices.
     """
 
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
@@ -112,7 +104,7 @@ class FaultyLink:
         self._devices: list[int] = []
         self._wake = WakeUp()
         self._closed = False
-        self._ways: dict[str, _Direction] = {}
+        self._directions: dict[str, _Direction] = {}
         self._thread = threading.Thread(target=self._run, name="bpsfast-faulty-link", daemon=True)
         try:
             for machine in self.machines.values():
@@ -122,17 +114,11 @@ class FaultyLink:
             self.close()
             raise
         forth, back = self._devices
-        self._ways = {names[0]: _Direction(forth, back), names[1]: _Direction(back, forth)}
+        self._directions = {names[0]: _Direction(forth, back), names[1]: _Direction(back, forth)}
         self._thread.start()
 
     def __getitem__(self, name: str) -> Machine:
         return self.machines[name]
-
-    def __enter__(self) -> FaultyLink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kill all processes on the machines, remove the machines, stop the forwarder. Idempotent."""
@@ -146,10 +132,7 @@ class FaultyLink:
             os.close(fd)
         self._wake.close()
         for machine in self.machines.values():
-            netns.remove(machine.namespace)
-            machine._reap()
-
-    # -- faults -------------------------------------------------------------------------------------------
+            machine.remove()
 
     def spare(self, *ports: int) -> None:
         """Apply no fault to packets from and to these TCP ports, and faults to all other ports."""
@@ -165,13 +148,13 @@ class FaultyLink:
 
     def cut(self, *names: str) -> None:
         """Drop all packets from the machines *names* (none: from both) until `mend`."""
-        for name in names or self._ways:
-            self._ways[name].is_cut = True
+        for name in names or self._directions:
+            self._directions[name].is_cut = True
 
     def mend(self) -> None:
         """Forward all packets again, except those of forgotten connections."""
-        for way in self._ways.values():
-            way.is_cut = False
+        for direction in self._directions.values():
+            direction.is_cut = False
         self._loss = self._spike_share = 0.0
         self._resets = self._changes = 0
         self._refuses = False
@@ -201,27 +184,26 @@ class FaultyLink:
         """Drop all packets of the connections seen so far, so that each end believes the other is still there."""
         self._forgotten = frozenset(self._known)
 
-    # -- the thread ---------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         poller = select.poll()
         for fd in (*self._devices, self._wake.fileno()):
             poller.register(fd, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
-            for way in self._ways.values():
-                for packet in _packets(way.source):
-                    self._take(way, packet)
-                self._release(way)
+            for direction in self._directions.values():
+                for packet in _packets(direction.source):
+                    self._take(direction, packet)
+                while direction.held and direction.held[0][0] <= time.monotonic():
+                    self._write(direction.target, direction.held.popleft()[1])
 
     def _patience_ms(self) -> int | None:
-        first = min((way.held[0][0] for way in self._ways.values() if way.held), default=None)
+        first = min((direction.held[0][0] for direction in self._directions.values() if direction.held), default=None)
         return None if first is None else max(0, int(1e3 * (first - time.monotonic())) + 1)
 
-    def _take(self, way: _Direction, packet: bytes) -> None:
+    def _take(self, direction: _Direction, packet: bytes) -> None:
         segment = segment_of(packet)
         if segment is not None and not self._spared.isdisjoint(segment.ports):
-            self._send(way, packet)
+            self._write(direction.target, packet)
             return
         if segment is not None:
             self._known.add(segment.connection)
@@ -230,40 +212,33 @@ class FaultyLink:
             self.carried.refused += 1
             refusal = refusal_of(segment)
             if refusal is not None:
-                self._write(way.source, refusal)
+                self._write(direction.source, refusal)
             return
-        if (way.is_cut or self._random.random() < self._loss
+        if (direction.is_cut or self._random.random() < self._loss
                 or (segment is not None and segment.connection in self._forgotten)):
             self.carried.dropped += 1
             return
         if segment is not None and self._changes and segment.nbytes:
-            way.n_unchanged += segment.nbytes
-            if way.n_unchanged >= self._change_nbytes:
-                way.n_unchanged = 0
+            direction.n_unchanged += segment.nbytes
+            if direction.n_unchanged >= self._change_nbytes:
+                direction.n_unchanged = 0
                 self._changes -= 1
                 self.carried.changed += 1
                 packet = with_changed_bit(packet, segment)
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
-            way.held_until = max(way.held_until, now + self._spike_s)
-        if way.held or now < way.held_until:
-            way.held.append((way.held_until, packet))
+            direction.held_until = max(direction.held_until, now + self._spike_s)
+        if direction.held or now < direction.held_until:
+            direction.held.append((direction.held_until, packet))
             return
-        self._send(way, packet)
+        self._write(direction.target, packet)
         if segment is not None and self._resets and segment.nbytes:
-            way.nbytes += segment.nbytes
-            if way.nbytes >= self._reset_nbytes:
-                way.nbytes = 0
+            direction.nbytes += segment.nbytes
+            if direction.nbytes >= self._reset_nbytes:
+                direction.nbytes = 0
                 self._resets -= 1
                 self.carried.resets += 1
-                self._send(way, reset_after(segment))
-
-    def _release(self, way: _Direction) -> None:
-        while way.held and way.held[0][0] <= time.monotonic():
-            self._send(way, way.held.popleft()[1])
-
-    def _send(self, way: _Direction, packet: bytes) -> None:
-        self._write(way.target, packet)
+                self._write(direction.target, reset_after(segment))
 
     def _write(self, device: int, packet: bytes) -> None:
         try:

@@ -5,6 +5,7 @@ Names are ``bpsfast.<mark>.<serial>.<machine>`` with the mark of the owner (`bas
 """
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import json
@@ -164,7 +165,8 @@ def remove(name: str, timeout_s: float = 5.0) -> None:
     try:
         while pids := [int(pid) for pid in ip("netns", "pids", name).split()]:
             for pid in pids:
-                _kill(pid)
+                with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
+                    os.kill(pid, signal.SIGKILL)
             if time.monotonic() >= deadline:
                 raise StallError(f"processes {pids} in network namespace {name} outlive SIGKILL by {timeout_s:g} s")
             time.sleep(0.01)
@@ -184,8 +186,9 @@ def remove_stale() -> list[str]:
 
 
 def stale() -> list[str]:
-    """Return the namespaces whose owner is dead."""
-    return sorted(path.name for path in _FOLDER.iterdir() if _is_left(path.name)) if _FOLDER.exists() else []
+    """Return the namespaces whose owner, in this PID namespace, is dead."""
+    return sorted(name for name in (os.listdir(_FOLDER) if _FOLDER.exists() else []) if name.startswith(_PREFIX)
+                  and process_identity.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3])))
 
 
 def ip(*arguments: str) -> str:
@@ -201,22 +204,10 @@ def _run(*command: str) -> str:
     except BlockingIOError as exc:
         raise CapacityError(f"`{' '.join(command)}` cannot be started: too many processes") from exc
     if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise ConfigError(f"`{' '.join(command)}` ended with {done.returncode}: {said}")
+        raise ConfigError(f"`{' '.join(command)}` ended with {done.returncode}: "
+                          f"{done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
 def _owner_prefix() -> str:
     return f"{_PREFIX}{process_identity.mark()}."
-
-
-def _is_left(name: str) -> bool:
-    """Whether *name* is a namespace of a dead owner in this PID namespace."""
-    return name.startswith(_PREFIX) and process_identity.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has died meanwhile

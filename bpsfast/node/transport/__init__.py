@@ -9,8 +9,8 @@ pair the node with the higher index dials. Helpers do not connect to one another
 """
 from __future__ import annotations
 
-from .links import Link, TalkingLink, WireLink, WireStream, talking, wire
-from .peering import Peering, check, peers_of, shm_objection
+from .links import WireLink, WireStream
+from .peering import Link, Peering, TalkingLink, check, peers_of, shm_objection, talking, wire
 from .tcp import Epochs
 
 __all__ = [

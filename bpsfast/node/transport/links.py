@@ -1,83 +1,95 @@
-"""The interface of links between nodes, common to all transports."""
+"""The interface of links that write into a peer's memory, and what tcp and RDMA links have in common."""
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeAlias
 
+from ...pyx import rdma, tcp
 from ...pyx.engine import Engine
-from . import rdma, shm, tcp
 
-Link = shm.ShmLink | tcp.TcpLink | rdma.RdmaLink
-
-
-class WireStream(Protocol):
-    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Lane`). `post`: any thread."""
-
-    def post(self, slot: int, round: int, flags: int, address: int, nbytes: int) -> None:
-        """Write into the peer's *slot*; the bytes stay where they are until EVENT_DELIVERED."""
+#: One queue of writes to a peer. Any thread may call `post`; the bytes stay where they are until EVENT_DELIVERED.
+WireStream: TypeAlias = "tcp.Stream | rdma.Stream"
 
 
-class WireLink(Protocol):
-    """A link over which bytes are written into the peer's memory: tcp or rdma."""
+class WireLink(ABC):
+    """A link over which bytes are written into the memory of node `index`: tcp or rdma.
 
-    index: int
+    `bound`: the partitions that are expected from the peer: part -> address of even rounds, of odd rounds, bytes,
+    n_streams, framed; see `bind`. `fenced`: whether `fence` was called.
+    """
+
     kind: str
-    #: The partitions that are expected from the peer: see `RdmaLink`.
+    is_encrypted = False
+    index: int
     bound: dict[int, tuple[int, int, int, int, bool]]
+    fenced: bool
+    streams: Sequence[WireStream]
 
+    @abstractmethod
     def start(self, engine: Engine, source: int) -> None:
         """Report arrivals to *engine* as those of *source*. Before anything is bound."""
 
+    @abstractmethod
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
         """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that is impossible.
 
-        Nothing of it may be under way; this replaces what was expected of it before. *first_round* comes next.
+        Nothing of it may be under way; this replaces what was expected of it before. *first_round* comes next, and is
+        awaited if the link ends before.
 
-        *n_streams*: the tcp connections that its unit takes turns on (0: as many as the setting says). *framed*: up to
-        *nbytes* arrive each time; the first eight contain the number that follows.
+        *n_streams*: the tcp connections that its unit takes turns on (0: as many as the setting says), on both sides.
+        *framed*: up to *nbytes* arrive each time; the first eight contain the number that follows.
         """
 
+    @abstractmethod
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
 
+    @abstractmethod
     def stream_of(self, part: int) -> WireStream:
-        """Return the stream of *part*, always the same one, on both sides."""
+        """Return the stream of *part*, the same one in both directions and on both sides.
 
+        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
+        in both directions.
+        """
+
+    @abstractmethod
     def fence(self) -> None:
-        """End the link for good: nothing is written over it any more, in either direction, whatever the peer does."""
+        """End the link for good: nothing is written over it any more, in either direction, whatever the peer does.
+
+        What waits to be sent is dropped, and `awaited` is final. Idempotent.
+        """
 
     @property
+    @abstractmethod
     def is_cut_off(self) -> bool:
         """Whether `fence` was called and it is certain that nothing arrives."""
 
+    @abstractmethod
     def next_round(self, part: int) -> int:
         """Return the round of *part*, which is bound, that has not arrived whole."""
 
-    def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-
+    @abstractmethod
     def why(self, code: int) -> str:
         """Return why the link was lost, as text; *code* is that of EVENT_LOST."""
 
-    def counters(self) -> dict[str, int]:
-        """Return what was written and received."""
-
-    def traces(self) -> list[bytes]:
-        """Return the trace records (`record.h`) of each connection."""
-
+    @abstractmethod
     def close(self) -> None:
         """Close everything. Before the engine is closed. Idempotent."""
 
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
+        return {part: self.next_round(part) for part in tuple(self.bound)}
 
-#: Links with a channel for messages of the control loops.
-TalkingLink = shm.ShmLink | rdma.RdmaLink
+    def counters(self) -> dict[str, int]:
+        """Return what was written and received: the sums of the streams' counters."""
+        total: Counter[str] = Counter()
+        for stream in self.streams:
+            total.update(stream.counters())
+        return dict(total)
 
-
-def wire(link: Link | None) -> WireLink | None:
-    """Return *link* if bytes are written over it, None if memory is shared or there is none."""
-    return link if link is not None and not isinstance(link, shm.ShmLink) else None
-
-
-def talking(link: Link) -> TalkingLink | None:
-    """Return *link* if it has a channel."""
-    return link if not isinstance(link, tcp.TcpLink) else None
+    def traces(self) -> list[bytes]:
+        """Return the trace records of each stream."""
+        return [stream.trace() for stream in self.streams]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ...orchestration.messages import NodeInfo
-from .links import Link
-from .tcp import PAYLOAD_SHARE, TcpLink
+from .peering import Link
+from .tcp import PAYLOAD_SHARE, TcpLink, receive
 
 log = logging.getLogger("bpsfast.node")
 
@@ -73,33 +73,19 @@ def _exchange(socks: Sequence[socket.socket], deadline: float) -> float:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)  # a stream sets its own
     # Synchronise both ends.
     socks[0].sendall(b"\1")
-    _receive(socks[0], bytearray(1))
+    receive(socks[0], 1)
     begin = time.monotonic()
-    counts = [0] * len(socks)
-    faults: list[OSError] = []
-
-    def guarded(function, *arguments) -> None:  # type: ignore[no-untyped-def]
-        try:
-            function(*arguments)
-        except OSError as exc:
-            faults.append(exc)
-
-    threads = [threading.Thread(target=guarded, args=arguments, name="bpsfast-probe", daemon=True)
-               for number, sock in enumerate(socks)
-               for arguments in ((_send, sock, begin), (_count, sock, begin, counts, number))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
-    received = sum(counts) / (_DURATION_S * (1 - 2 * _EDGE_SHARE))
+    with ThreadPoolExecutor(2 * len(socks), thread_name_prefix="bpsfast-probe") as executor:
+        sends = [executor.submit(_send, sock, begin) for sock in socks]
+        counts = [executor.submit(_count, sock, begin) for sock in socks]
+    for send in sends:
+        send.result()
+    received = sum(count.result() for count in counts) / (_DURATION_S * (1 - 2 * _EDGE_SHARE))
     socks[0].sendall(int(received).to_bytes(8, "little"))
-    theirs = bytearray(8)
-    _receive(socks[0], theirs)
+    theirs = int.from_bytes(receive(socks[0], 8), "little")
     for sock in socks:
         sock.settimeout(None)
-    return min(received, float(int.from_bytes(theirs, "little")))
+    return min(received, float(theirs))
 
 
 def _send(sock: socket.socket, begin: float) -> None:
@@ -109,29 +95,16 @@ def _send(sock: socket.socket, begin: float) -> None:
     sock.sendall(_END)
 
 
-def _count(sock: socket.socket, begin: float, counts: list[int], number: int) -> None:
-    """Receive until the other end stops; count what arrives in the middle of the time."""
+def _count(sock: socket.socket, begin: float) -> int:
+    """Receive until the other end stops; return the bytes that arrive in the middle of the time."""
     first, last = begin + _DURATION_S * _EDGE_SHARE, begin + _DURATION_S * (1 - _EDGE_SHARE)
-    header, chunk = bytearray(8), bytearray(_CHUNK_NBYTES)
-    while True:
-        _receive(sock, header)
-        left = int.from_bytes(header, "little")
-        if left == 0:
-            return
-        view = memoryview(chunk)
+    view, count = memoryview(bytearray(_CHUNK_NBYTES)), 0
+    while left := int.from_bytes(receive(sock, 8), "little"):
         while left:
             n = sock.recv_into(view[:left])
             if n == 0:
                 raise ConnectionResetError("the connection ended")
             left -= n
             if first <= time.monotonic() < last:
-                counts[number] += n
-
-
-def _receive(sock: socket.socket, into: bytearray) -> None:
-    view = memoryview(into)
-    while view:
-        n = sock.recv_into(view)
-        if n == 0:
-            raise ConnectionResetError("the connection ended")
-        view = view[n:]
+                count += n
+    return count

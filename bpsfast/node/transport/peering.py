@@ -1,4 +1,4 @@
-"""Connects a node to all its peers: dials those before it, accepts those after it, chooses a transport for each.
+"""Connects a node to all its peers: dials those of lower index, accepts those of higher, chooses each transport.
 
 A link that ends later is replaced by tcp (`seek`, `reconnector`). A node that joins the running job dials all others,
 which `expect` it.
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from ...base.encryption import Encryption, check as check_encryption, is_loopback, seals_of
+from ...base.addresses import is_loopback
+from ...base.encryption import Encryption, check as check_encryption, seals_of
 from ...base.settings import Settings, parse_address
 from ...base.trace_records import limits
 from ...orchestration.errors import BpsError, ConfigError, StallError
@@ -20,7 +21,7 @@ from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
 from . import rdma, shm, tcp
-from .links import Link
+from .links import WireLink
 from .rdma import handshake
 from .rdma.rails import Rail
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
@@ -28,10 +29,24 @@ from .tcp import DataPort, Epochs
 
 log = logging.getLogger("bpsfast.node")
 
+Link = shm.ShmLink | tcp.TcpLink | rdma.RdmaLink
+#: Links with a channel for messages of the control loops.
+TalkingLink = shm.ShmLink | rdma.RdmaLink
+
 #: How long `close` waits for each thread: an aborted job does not wait for a peer that does not answer.
 _JOIN_S = 1.0
 #: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
+
+
+def wire(link: Link | None) -> WireLink | None:
+    """Return *link* if bytes are written over it, None if memory is shared or there is none."""
+    return link if isinstance(link, WireLink) else None
+
+
+def talking(link: Link) -> TalkingLink | None:
+    """Return *link* if it has a channel."""
+    return link if not isinstance(link, tcp.TcpLink) else None
 
 
 def check(settings: Settings) -> None:
@@ -67,16 +82,9 @@ def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()
 class PeerShutdowns:
     """Which nodes have announced that all their ranks have left; without a scheduler peers tell each other. Any thread.
 
-    Parameters
-    ----------
-    me, peers
-        This node, and its peers, which may change.
-    lease_s
-        How long a peer may take to hear ours.
-    begin
-        Runs what it is given in a thread of its own.
-    notify
-        Called when `said` or `are_announced` may have changed.
+    *me*, *peers*: this node, and its peers, which may change. *lease_s*: how long a peer may take to hear ours.
+    *begin*: runs what it is given in a thread of its own. *notify*: called when `announced` or `are_announced` may have
+    changed.
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, lease_s: float,
@@ -91,41 +99,41 @@ class PeerShutdowns:
         self._begin = begin
         self._notify = notify
         self._lock = threading.Lock()
-        self._said: set[int] = set()
-        self._to_be_told: set[int] = set()
-        self._told: set[int] = set()  # or not to be reached
+        self._announced: set[int] = set()
+        self._to_reach: set[int] = set()
+        self._reached: set[int] = set()  # or not to be reached
 
     def announce_shutdown(self) -> None:
         """Tell all peers that all ranks of this node have left. Once."""
-        self._to_be_told = set(self._peers)
+        self._to_reach = set(self._peers)
         for peer in list(self._peers.values()):
-            self._begin(partial(self._say, peer))
+            self._begin(partial(self._tell_peer, peer))
 
     @property
     def are_announced(self) -> bool:
         """Whether all peers that can be reached have been told."""
-        return self._told >= self._to_be_told
+        return self._reached >= self._to_reach
 
     @property
-    def said(self) -> set[int]:
+    def announced(self) -> set[int]:
         """The peers that have announced that all their ranks have left."""
         with self._lock:
-            return set(self._said)
+            return set(self._announced)
 
-    def hear(self, hello: StreamHello) -> None:
+    def receive(self, hello: StreamHello) -> None:
         """Handle the announcement of an authenticated connection; ignore it unless it comes from the node it names."""
         with self._lock:
             peer = self._peers.get(hello.peer)
             is_its_own = peer is not None and bool(peer.ranks) and peer.pid == hello.pid
             if is_its_own:
-                self._said.add(hello.peer)
+                self._announced.add(hello.peer)
         if is_its_own:
             self._notify()
         else:
             log.warning("process %d announces that all ranks of node %d have left, but it is not that node with ranks",
                         hello.pid, hello.peer)
 
-    def _say(self, peer: NodeInfo) -> None:
+    def _tell_peer(self, peer: NodeInfo) -> None:
         try:
             tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=SHUTDOWN_STREAM,
                         epochs=self._epochs, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
@@ -133,7 +141,7 @@ class PeerShutdowns:
         except (BpsError, OSError) as exc:
             log.debug("node %d could not be told that all ranks here have left: %s", peer.index, exc)
         with self._lock:
-            self._told.add(peer.index)
+            self._reached.add(peer.index)
 
 
 class Peering:
@@ -178,17 +186,18 @@ class Peering:
         self._accepting: dict[int, tcp.TcpLink] = {}
         self._objections: dict[int, str] = {}
         self._unreached: dict[int, str] = {}
-        self._meetings: dict[int, threading.Thread] = {}
+        self._rdma_handshakes: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
         self._gathered = threading.Condition(self._lock)
         self._closed = False
         self._taken: set[int] = set()
         self._threads: list[threading.Thread] = []
-        self._port = DataPort(listener, key, me.index, epochs, self._came, len(self._peers) * settings.n_connections,
+        self._port = DataPort(listener, key, me.index, epochs, self._accept, len(self._peers) * settings.n_connections,
                               self._encryption)
-        self._reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
-                                  self._checks)
+        #: Replaces links that end; `seek` is the way to ask for that.
+        self.reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
+                                       settings.start_timeout_s, self._offer_again, self._drop, notify,
+                                       self._encryption, self._checks)
         #: The nodes that have announced that all their ranks have left.
         self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
                                             self._begin, notify)
@@ -220,7 +229,7 @@ class Peering:
         with self._lock:
             self._deadline = time.monotonic() + self._settings.start_timeout_s
             self._peers[peer.index] = peer
-        self._reconnector.expect(peer.index)
+        self.reconnector.expect(peer.index)
 
     def unreached(self) -> dict[int, str]:
         """Return the helpers of the start that cannot be connected, and why: the job may go on without them."""
@@ -232,7 +241,7 @@ class Peering:
         with self._lock:
             self._first -= {index}
         self.forget(index)
-        self.give_up(index, "the job goes on without it")
+        self.reconnector.give_up(index, "the job goes on without it")
         self._tell_all()
 
     def forget(self, index: int) -> None:
@@ -255,24 +264,20 @@ class Peering:
         """Seek another link to node *index*, by tcp, in place of one that was taken and is closed now.
 
         *awaited* (called from any thread) returns what has not arrived over it, by part; *reason*: why tcp is used, if
-        it was not before. When there is one, `notify` is called and `links` has it, to be taken. `gone` tells if there
-        will be none; `called`, which peers have closed their side of a link that is open here.
+        it was not before. When there is one, `notify` is called and `links` has it, to be taken. `Reconnector.failed`
+        tells if there will be none; `Reconnector.requested`, which peers have closed their side of a link that is open.
         """
         with self._lock:
             self.reasons[index] = reason or self.reasons[index]
-        self._reconnector.seek(index, awaited)
+        self.reconnector.seek(index, awaited)
 
-    def give_up(self, index: int, why: str) -> None:
-        """Refuse all connections of node *index* from now on: it is lost."""
-        self._reconnector.give_up(index, why)
-
-    def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
+    def probe(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
         """Test whether node *index* answers at its data port; a thread calls *tell* with the outcome."""
         peer = self._peers.get(index)
         if peer is not None:
-            self._begin(lambda: tell(index, self._visited(peer)))
+            self._begin(lambda: tell(index, self._probe(peer)))
 
-    def _visited(self, peer: NodeInfo) -> Outcome:
+    def _probe(self, peer: NodeInfo) -> Outcome:
         patience_s = self._settings.lease_s / 4
         try:
             sock = tcp.reach_once(peer.address, patience_s)
@@ -286,18 +291,6 @@ class Peering:
             log.debug("node %d was probed and did not answer: %s", peer.index, exc)
             return "silent"
         return "answers"
-
-    def refused(self) -> set[int]:
-        """Return the nodes that have refused connections since the last call."""
-        return self._reconnector.refused()
-
-    def called(self) -> list[int]:
-        """Return the nodes that ask for another link while this node still uses the present one."""
-        return self._reconnector.called()
-
-    def gone(self) -> dict[int, str]:
-        """Return the nodes to which there will be no other link, with the reason."""
-        return self._reconnector.gone()
 
     def offer(self, link: Link, reason: str) -> None:
         """Take an established link (the control loop passes on those of the local socket)."""
@@ -318,7 +311,7 @@ class Peering:
         with self._lock:
             self._closed = True
             self._gathered.notify_all()
-        self._reconnector.close()
+        self.reconnector.close()
         self._port.close()
         for thread in self._threads:
             if thread.is_alive():
@@ -396,12 +389,12 @@ class Peering:
         sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index,
                                   number=handshake.STREAM, epochs=self._epochs, deadline=self._deadline,
                                   encryption=self._encryption)
-        self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
+        self.offer(self._make_rdma_link(sock, peer, epoch), f"a first write passed both ways; {reason}")
 
-    def _meet(self, sock: socket.socket, peer: NodeInfo, epoch: int) -> rdma.RdmaLink:
+    def _make_rdma_link(self, sock: socket.socket, peer: NodeInfo, epoch: int) -> rdma.RdmaLink:
         settings = self._settings
         tcp.end_when_silent(sock, settings.lease_s)
-        return handshake.meet(
+        return handshake.make_link(
             sock, peer.index, lambda: self._rails_towards(peer), n_pairs=self._rails.n_pairs,
             n_nodes=self._n_nodes_with(peer.index), epoch=epoch, n_slots=MAX_PARTS, limits=limits(settings),
             deadline=self._deadline)
@@ -468,16 +461,16 @@ class Peering:
     def _missing(self) -> list[int]:
         return sorted(index for index in self._first if index > self._me.index and index not in self.links)
 
-    def _came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
+    def _accept(self, sock: socket.socket, greeted: HandshakeResult) -> None:
         """Take an authenticated connection, and act as its stream number tells."""
         hello = greeted.hello
         if hello.stream == SHUTDOWN_STREAM:
-            self.peer_shutdowns.hear(hello)
+            self.peer_shutdowns.receive(hello)
         if hello.stream in (SHUTDOWN_STREAM, PROBE_STREAM):
             sock.close()
             return
         if hello.link > 0 or hello.stream == RECONNECT_STREAM:
-            self._reconnector.came(sock, greeted)
+            self.reconnector.accept(sock, greeted)
             return
         if hello.stream == handshake.STREAM:
             self._accept_rdma(sock, hello.peer, hello.epoch)
@@ -494,9 +487,9 @@ class Peering:
             if whole:
                 del self._accepting[hello.peer]
         if whole:
-            meeting = self._meetings.get(hello.peer)
-            if meeting is not None:
-                meeting.join(_JOIN_S)  # it is about to set the reason why the peer uses tcp
+            handshaking = self._rdma_handshakes.get(hello.peer)
+            if handshaking is not None:
+                handshaking.join(_JOIN_S)  # it is about to set the reason why the peer uses tcp
             reason = shm_objection(self._settings) or "it found no shared memory with this node"
             self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
 
@@ -512,10 +505,10 @@ class Peering:
             log.log(self._refusal_level, "refused a connection for RDMA of node %d: not expected", index)
             sock.close()
             return
-        self._meetings[index] = threading.current_thread()
+        self._rdma_handshakes[index] = threading.current_thread()
         reason = shm_objection(self._settings) or "it found no shared memory with this node"
         try:
-            self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
+            self.offer(self._make_rdma_link(sock, peer, epoch), f"a first write passed both ways; {reason}")
         except (BpsError, OSError) as exc:
             try:
                 self._objections[index] = self._without_rdma(peer, reason, exc)

@@ -3,7 +3,7 @@
     seek      a side notices that its link has failed and closes it, so what has arrived is final
     dial      the node that dialled at the start opens all streams again, and numbers them as the pair's next link
     request   the other one asks for that, if it noticed first: by an authenticated connection that it ends at once
-    called    a node that is dialled or asked, and has not closed its link, does so first
+    close     a node that is dialled or asked, and has not closed its link, does so first
     exchange  first the node that was dialled, then the other: what each of them awaits, part by part
 
 Both sides have closed the old link before either tells what it awaits, so exactly that is written again. Connections
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...base.encryption import Encryption, seals_of
-from ...orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ...orchestration.errors import BpsError, ProtocolError, StallError
 from ...orchestration.messages import NodeInfo
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
@@ -72,14 +72,14 @@ class _Pair:
     newest: int = 0
     half: dict[int, tuple[socket.socket, bytes]] = field(default_factory=dict)
     epoch: int = 0  # of `half`
-    called: bool = False
-    gone: str = ""
+    is_requested: bool = False
+    failure: str = ""
     heard: float = 0.0
     made_at: float = float("-inf")
 
 
 class Reconnector:
-    """Replaces links of one node. `seek`, `called`, `gone`: control loop's thread; `came`: threads of the data port.
+    """Replaces links of one node. `seek`, `requested`, `failed`: control loop's thread; `accept`: data port's threads.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Reconnector:
         Called with a new link; and with a node's index, when an offered link that was not taken has to be closed. One
         call at a time.
     notify
-        Called from any thread when `called`, `refused` or `gone` has changed.
+        Called from any thread when `requested`, `refused` or `failed` has changed.
     encryption, checks
         Which links are encrypted, and whether the others use checksums.
     """
@@ -125,12 +125,12 @@ class Reconnector:
     def seek(self, index: int, awaited: Awaited) -> None:
         """Seek a new link to node *index*, whose link is closed; *awaited* returns what has not arrived over it.
 
-        Ends with `offer`, or with `gone`.
+        Ends with `offer`, or with `failed`.
         """
         with self._changed:
             pair = self._pairs[index]
             self._drop(index)
-            pair.awaited, pair.over, pair.called, pair.gone = awaited, pair.made, False, ""
+            pair.awaited, pair.over, pair.is_requested, pair.failure = awaited, pair.made, False, ""
             pair.heard = time.monotonic()
             self._changed.notify_all()
             if self._closed:
@@ -151,13 +151,13 @@ class Reconnector:
             pair = self._pairs.get(index)
             if pair is None:  # neither of the two has ranks
                 return
-            pair.gone, pair.called = pair.gone or why, False
+            pair.failure, pair.is_requested = pair.failure or why, False
             self._changed.notify_all()
 
-    def called(self) -> list[int]:
+    def requested(self) -> list[int]:
         """Return the nodes that have closed their side of the link; until `seek`."""
         with self._changed:
-            return [index for index, pair in self._pairs.items() if pair.called]
+            return [index for index, pair in self._pairs.items() if pair.is_requested]
 
     def refused(self) -> set[int]:
         """Return the nodes that were found to refuse connections since this was asked last."""
@@ -165,10 +165,10 @@ class Reconnector:
             refused, self._refused = self._refused, set()
             return refused
 
-    def gone(self) -> dict[int, str]:
+    def failed(self) -> dict[int, str]:
         """Return the nodes to which there will be no new link, with the reason."""
         with self._changed:
-            return {index: pair.gone for index, pair in self._pairs.items() if pair.gone}
+            return {index: pair.failure for index, pair in self._pairs.items() if pair.failure}
 
     def close(self) -> None:
         """Stop seeking links. Idempotent."""
@@ -189,8 +189,8 @@ class Reconnector:
         peer = self._peers[index]
         why, refused_at = "", float("inf")
         with self._changed:
-            hurry = time.monotonic() - pair.made_at > _SHORT_LIFE_S
-            self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), 0 if hurry else _PAUSE_S)
+            at_once = time.monotonic() - pair.made_at > _SHORT_LIFE_S
+            self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), 0 if at_once else _PAUSE_S)
         while self._is_wanted(pair, awaited):
             try:
                 if index < self._me.index:
@@ -217,13 +217,13 @@ class Reconnector:
                                              f"{self._lease_s:g} s ({why or 'no answer'})")
 
     def _is_wanted(self, pair: _Pair, awaited: Awaited) -> bool:
-        return not self._closed and not pair.gone and pair.awaited is awaited
+        return not self._closed and not pair.failure and pair.awaited is awaited
 
     def _give_up(self, pair: _Pair, awaited: Awaited, why: str) -> None:
         with self._changed:
             if not self._is_wanted(pair, awaited):
                 return
-            pair.gone = why
+            pair.failure = why
         self._notify()
 
     def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int,
@@ -233,7 +233,7 @@ class Reconnector:
         hello = StreamHello(peer=self._me.index, stream=stream, epoch=epoch, link=number,
                             encrypted=self._encryption.covers(sock))
         try:
-            with self._at_work(sock):
+            with self._in_use(sock):
                 secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s),
                                       self._epochs.least_of(peer.index))
         except BaseException:
@@ -253,8 +253,8 @@ class Reconnector:
                 sock, secret = self._connect(peer, pair, stream, number, link.epoch)
                 link.take(stream, sock, seals_of(secret, dialled=True) if self._encryption.covers(sock) else None)
             try:
-                link.awaited_there = self._told(link)
-                self._tell(link, awaited())
+                link.awaited_there = self._receive_awaited(link)
+                self._send_awaited(link, awaited())
             except (BpsError, OSError):
                 pair.heard = max(pair.heard, time.monotonic() - self._lease_s / 2)  # or the kernel would have ended it
                 raise
@@ -263,7 +263,7 @@ class Reconnector:
 
     # -- answering the peer -------------------------------------------------------------------------------
 
-    def came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
+    def accept(self, sock: socket.socket, greeted: HandshakeResult) -> None:
         """Take a connection of a link after the first, or a request to dial; owns *sock* from now on."""
         hello = greeted.hello
         pair = self._pairs.get(hello.peer)
@@ -272,14 +272,14 @@ class Reconnector:
             sock.close()
         elif hello.stream == RECONNECT_STREAM:
             sock.close()
-            self._requested(pair, hello)
+            self._on_request(pair, hello)
         else:
             self._gather(pair, sock, greeted)
 
-    def _requested(self, pair: _Pair, hello: StreamHello) -> None:
+    def _on_request(self, pair: _Pair, hello: StreamHello) -> None:
         with self._changed:
             pair.heard = time.monotonic()
-            pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made and not pair.gone)
+            pair.is_requested |= pair.awaited is None and hello.link >= pair.made and not pair.failure
         self._notify()
 
     def _gather(self, pair: _Pair, sock: socket.socket, greeted: HandshakeResult) -> None:
@@ -291,7 +291,7 @@ class Reconnector:
                 pair.newest = hello.link
                 self._close_half(pair)
                 self._changed.notify_all()  # the previous attempt need not be answered
-            if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
+            if (self._closed or pair.failure or hello.peer < self._me.index or hello.link < pair.newest
                     or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams
                     or (pair.half and hello.epoch != pair.epoch)):
                 log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
@@ -304,7 +304,7 @@ class Reconnector:
             for stream, (each, secret) in pair.half.items():
                 link.take(stream, each, seals_of(secret, dialled=False) if self._encryption.covers(each) else None)
             pair.half = {}
-            pair.called = pair.awaited is None
+            pair.is_requested = pair.awaited is None
         self._notify()
         try:
             self._answer(pair, link)
@@ -317,13 +317,13 @@ class Reconnector:
     def _answer(self, pair: _Pair, link: tcp.TcpLink) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or pair.gone or pair.newest != link.number or pair.awaited is not None,
+                lambda: self._closed or pair.failure or pair.newest != link.number or pair.awaited is not None,
                 self._patience_s)
             awaited = pair.awaited
-        if awaited is None or self._closed or pair.gone or pair.newest != link.number:
+        if awaited is None or self._closed or pair.failure or pair.newest != link.number:
             raise StallError("this node has not closed the previous link, or another one was dialled")
-        self._tell(link, awaited())
-        link.awaited_there = self._told(link)
+        self._send_awaited(link, awaited())
+        link.awaited_there = self._receive_awaited(link)
         self._made(pair, awaited, link)
 
     @staticmethod
@@ -338,18 +338,18 @@ class Reconnector:
         with self._changed:
             if not self._is_wanted(pair, awaited) or pair.newest != link.number:
                 raise StallError(f"link {link.number} came too late")
-            pair.awaited, pair.made, pair.called, pair.made_at = None, link.number, False, time.monotonic()
+            pair.awaited, pair.made, pair.is_requested, pair.made_at = None, link.number, False, time.monotonic()
             self._offer(link)
             self._changed.notify_all()
 
-    def _tell(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
+    def _send_awaited(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
         data = msgspec.msgpack.encode(dict(awaited))
-        with self._at_work(link.sockets[0]) as sock:
+        with self._in_use(link.sockets[0]) as sock:
             sock.sendall(_packed(link, len(data).to_bytes(4, "little")) + _packed(link, data))
 
-    def _told(self, link: tcp.TcpLink) -> dict[int, int]:
+    def _receive_awaited(self, link: tcp.TcpLink) -> dict[int, int]:
         """Return what the peer awaits, once it has closed the previous link."""
-        with self._at_work(link.sockets[0]) as sock:
+        with self._in_use(link.sockets[0]) as sock:
             nbytes = int.from_bytes(_received(link, sock, 4), "little")
             if nbytes > _MAX_NBYTES:
                 raise ProtocolError(f"node {link.index} announces {nbytes} bytes of awaited rounds: too many")
@@ -359,7 +359,7 @@ class Reconnector:
                 raise ProtocolError(f"the awaited rounds of node {link.index} cannot be read: {exc}") from exc
 
     @contextlib.contextmanager
-    def _at_work(self, sock: socket.socket) -> Iterator[socket.socket]:
+    def _in_use(self, sock: socket.socket) -> Iterator[socket.socket]:
         """Use *sock* with timeouts for a silent or slow peer; `close` ends this, too."""
         with self._changed:
             if self._closed:
@@ -388,22 +388,12 @@ def _received(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
     """Receive *nbytes* that the peer has packed by `_packed`; `ProtocolError` if they were changed."""
     seals = link.seals.get(0)
     if seals is None:
-        data = _receive(sock, nbytes)
-        if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
+        data = tcp.receive(sock, nbytes)
+        if link.checks and crc32c(data) != int.from_bytes(tcp.receive(sock, 4), "little"):
             raise ProtocolError(f"a message of node {link.index} arrived damaged: its checksum is wrong")
         return data
     try:
-        return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
+        return b"".join(seals.incoming.open(tcp.receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
                         for begin in range(0, nbytes, RECORD_NBYTES))
     except ValueError as exc:
         raise ProtocolError(f"a message of node {link.index} cannot be authenticated: {exc}") from exc
-
-
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        piece = sock.recv(nbytes - len(data))
-        if not piece:
-            raise PeerLostError("the peer has closed the connection")
-        data += piece
-    return bytes(data)

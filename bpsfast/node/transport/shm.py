@@ -26,7 +26,7 @@ import msgspec
 from ...base import message_socket as channel
 from ...base.message_socket import MessageSocket
 from ...orchestration import messages, security
-from ...orchestration.errors import DECODE_ERRORS, BpsError, PeerLostError, ProtocolError
+from ...orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ...pyx import ring
 from ...pyx.pages import Segment
 from .tcp import Epochs
@@ -132,7 +132,7 @@ class ShmLink:
 
     kind = "shm"
     is_encrypted = False
-    gone = "its process is gone"
+    end_reason = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         """Post *message*, if the peer is still there; its pidfd tells when it has ended."""
@@ -159,10 +159,7 @@ class ShmLink:
     def end_process(self, timeout_s: float) -> None:
         """Kill the peer's process, if it is alive, and wait until it has ended: then it writes nothing any more.
 
-        Raises
-        ------
-        PeerLostError
-            If it does not end within *timeout_s*.
+        Raises `PeerLostError` if it does not end within *timeout_s*.
         """
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -191,21 +188,22 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
     lane = None
     fds: list[int] = []
     try:
-        _check_user(link)
-        link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid,
-                            proof=security.prove(job_key, *_hello(mine, peer, epoch, pid))), timeout_s=timeout_s)
+        check_user(link)
+        proof = security.prove(job_key, *_proof_words("hello", mine, peer, epoch, pid))
+        link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid, proof=proof),
+                  timeout_s=timeout_s)
         answer, received = link.recv(timeout_s)
         fds += received
         if isinstance(answer, messages.Refuse):
             raise ProtocolError(answer.reason)
         if not isinstance(answer, PeerWelcome) or len(fds) != 3 or not security.verify(
-            job_key, answer.proof, *_answer(peer, mine, epoch, answer.pid, pid)
+            job_key, answer.proof, *_proof_words("welcome", peer, mine, epoch, answer.pid, pid)
         ):
             raise ProtocolError(f"process {link.peer[0]} behind node {peer}'s local socket did not prove the job key")
         link.frame_max_nbytes = channel.MAX_NBYTES
         lane = shm_endpoint.lane()
         link.send(PeerLane(), shm_endpoint.fds(lane), timeout_s)
-        return _assemble(peer, link, lane, fds)
+        return complete(peer, link, lane, fds)
     except BaseException:
         _close(fds)
         if lane is not None:
@@ -216,8 +214,9 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
 
 def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
     """Raise `BpsError` unless *hello* comes from a process of this user that has the job's key."""
-    _check_user(link)
-    if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
+    check_user(link)
+    words = _proof_words("hello", hello.source, hello.target, hello.epoch, hello.pid)
+    if not security.verify(job_key, hello.proof, *words):
         raise ProtocolError(f"process {link.peer[0]} has another job key")
 
 
@@ -234,9 +233,8 @@ def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, ep
                             f"{hello.target} (version {hello.version}, epoch {hello.epoch})")
     lane = shm_endpoint.lane()
     pid = os.getpid()
-    answer = PeerWelcome(pid=pid, proof=security.prove(job_key, *_answer(mine, hello.source, hello.epoch, pid,
-                                                                    hello.pid)))
-    link.post(answer, shm_endpoint.fds(lane))
+    words = _proof_words("welcome", mine, hello.source, hello.epoch, pid, hello.pid)
+    link.post(PeerWelcome(pid=pid, proof=security.prove(job_key, *words)), shm_endpoint.fds(lane))
     return lane
 
 
@@ -247,23 +245,16 @@ def complete(index: int, link: MessageSocket, lane: Segment, fds: list[int]) -> 
     """
     if len(fds) != 3:
         raise ProtocolError(f"node {index} passed {len(fds)} descriptors instead of lane, doorbell and pidfd")
-    return _assemble(index, link, lane, fds)
-
-
-def _hello(*numbers: int) -> list[str]:
-    return ["shm hello", *map(str, numbers)]
-
-
-def _answer(*numbers: int) -> list[str]:
-    return ["shm welcome", *map(str, numbers)]
-
-
-def _assemble(index: int, link: MessageSocket, incoming: Segment, fds: list[int]) -> ShmLink:
     with contextlib.ExitStack() as undo:
         outgoing = undo.enter_context(_attach(index, fds, writable=True))
         doorbell = undo.enter_context(_attach(index, fds, writable=True))
         undo.pop_all()
-    return ShmLink(index, link, incoming, outgoing, doorbell, fds.pop())
+    return ShmLink(index, link, lane, outgoing, doorbell, fds.pop())
+
+
+def _proof_words(kind: str, *numbers: int) -> list[str]:
+    """Return what a proof of the job's key signs in a message of *kind*."""
+    return [f"shm {kind}", *map(str, numbers)]
 
 
 def _attach(index: int, fds: list[int], writable: bool) -> Segment:
@@ -281,7 +272,8 @@ def _close(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def _check_user(link: MessageSocket) -> None:
+def check_user(link: MessageSocket) -> None:
+    """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
     pid, uid = link.peer
     if uid not in (os.getuid(), 0):
-        raise BpsError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: memory is not shared")
+        raise ConfigError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: start both as one user")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import socket
@@ -28,6 +29,7 @@ from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
 from ...pyx.tcp import Stream
+from .links import WireLink
 
 log = logging.getLogger("bpsfast.node")
 
@@ -36,8 +38,8 @@ CONTEXT = "bpsfast data"
 CHALLENGE_TIMEOUT_S = 5.0
 #: Send buffers small enough for the cache; urgent bytes wait behind their contents. Between machines they also have to
 #: cover the round trip.
-_NEAR_BUFFER_NBYTES = 128 << 10
-_FAR_BUFFER_NBYTES = 512 << 10
+_LOCAL_BUFFER_NBYTES = 128 << 10
+_REMOTE_BUFFER_NBYTES = 512 << 10
 #: The longest intervals that Linux allows (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
 _MOST_KEEPALIVE_S = 32_767
 #: The share of a link's bytes that is payload: without headers of Ethernet, IP and TCP (1448 of 1514) and without
@@ -118,7 +120,7 @@ def listen(host: str) -> socket.socket:
     return listener
 
 
-def _is_near(sock: socket.socket) -> bool:
+def _is_local(sock: socket.socket) -> bool:
     """Whether the peer's address is one of this host; False if the connection has ended meanwhile."""
     try:
         return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
@@ -130,13 +132,13 @@ _UNTRACED = Limits()
 
 
 @dataclass
-class TcpLink:
+class TcpLink(WireLink):
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on by default (0: all). *bound*: see `RdmaLink`.
-    *send_buffer_nbytes* 0: the size that measured best. *number*: which of the pair's links this is; *awaited_there*:
-    what the peer has not received over earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the
-    other connections have checksums. *epoch*: that of the dialler.
+    *n_streams*: how many of them partitions take turns on by default (0: all). *send_buffer_nbytes* 0: the size that
+    measured best. *number*: which of the pair's links this is; *awaited_there*: what the peer has not received over
+    earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the other connections have checksums.
+    *epoch*: that of the dialler.
     """
 
     index: int
@@ -170,10 +172,9 @@ class TcpLink:
             self.is_encrypted = True
 
     def start(self, engine: Engine, source: int) -> None:
-        """Hand the connections over to native streams, which report arrivals to *engine* as those of *source*."""
         for number in sorted(self.sockets):
             sock = self.sockets[number]
-            nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
+            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _REMOTE_BUFFER_NBYTES)
             pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
             seals = self.seals.pop(number, None)
             seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
@@ -199,11 +200,6 @@ class TcpLink:
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
-
-        *first_round* comes next, and is awaited if the link ends before. From now on *part* uses one of the first
-        *n_streams* streams, on both sides.
-        """
         self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
         if not self.fenced:
             self._bind(part, even, odd, nbytes, n_streams, framed, first_round)
@@ -215,7 +211,6 @@ class TcpLink:
         self.stream_of(part).bind(part, even, odd, nbytes, framed, next_round)
 
     def unbind(self, part: int) -> None:
-        """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""
         self.bound.pop(part, None)
         self._rounds.pop(part, None)
         if self.streams and not self.fenced:
@@ -223,7 +218,6 @@ class TcpLink:
         self._n_streams_of.pop(part, None)
 
     def fence(self) -> None:
-        """End the link for good: nothing more arrives, and `awaited` is final. One thread, idempotent."""
         if not self.fenced:
             self._close_streams()
             if self.streams:
@@ -232,49 +226,24 @@ class TcpLink:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether `fence` was called."""
         return self.fenced
 
     def next_round(self, part: int) -> int:
-        """Return the round of *part*, which is bound, that has not arrived whole."""
         if self.fenced or not self.streams:
             return self._rounds.get(part, 1)
         return self.stream_of(part).next_round(part)
 
-    def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
-
     def why(self, code: int) -> str:
-        """Return why a stream was lost, as text; *code* is the event's."""
         if code == errno.EBADMSG:
             return ("data arrived damaged: it was changed in the peer's memory, by a card, in the network or by an "
                     "attacker")
         return os.strerror(code) if code else "closed"
 
     def stream_of(self, part: int) -> Stream:
-        """Return the stream of *part*, the same one in both directions and on both sides.
-
-        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
-        in both directions.
-        """
         n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
         return self.streams[part // self.n_nodes % min(n, len(self.streams))]
 
-    def counters(self) -> dict[str, int]:
-        """Return the sum of the streams' counters."""
-        total: dict[str, int] = {}
-        for stream in self.streams:
-            for name, value in stream.counters().items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def traces(self) -> list[bytes]:
-        """Return the trace records of each stream."""
-        return [stream.trace() for stream in self.streams]
-
     def close(self) -> None:
-        """Close all connections. Idempotent."""
         self._close_streams()
         for sock in self.sockets.values():
             sock.close()
@@ -289,11 +258,8 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
          encryption: Encryption = Encryption.NONE) -> TcpLink:
     """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
 
-    Raises
-    ------
-    BpsError
-        `StallError` if it cannot be reached until *deadline* (monotonic seconds); `MismatchError` for another job key,
-        or an epoch that is over.
+    Raises `BpsError`: `StallError` if it cannot be reached until *deadline* (monotonic seconds); `MismatchError` for
+    another job key, or an epoch that is over.
     """
     epoch = epochs.known
     link = TcpLink(peer, epoch=epoch)
@@ -330,11 +296,8 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
 
     The peer has to know *least_epoch* or a later one.
 
-    Raises
-    ------
-    BpsError
-        `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError` after
-        *timeout_s*. *sock* is closed then.
+    Raises `BpsError`: `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError`
+    after *timeout_s*. *sock* is closed then.
     """
     try:
         answer, secret = security.handshake_as_dialer(sock, key, CONTEXT, hello, timeout_s)
@@ -402,6 +365,17 @@ def _reach(address: str, peer: int, deadline: float) -> socket.socket:
                      "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")
 
 
+def receive(sock: socket.socket, nbytes: int) -> bytes:
+    """Receive *nbytes*; ConnectionResetError if the peer ends the connection before."""
+    data = bytearray()
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer has closed the connection")
+        data += piece
+    return bytes(data)
+
+
 class TcpPacing:
     """The rate limit that all tcp connections of a node share, one for each direction (setting nic_limit).
 
@@ -432,46 +406,27 @@ def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:
     return TcpPacing(settings.nic_limit * 1e9 / 8, n_peers * settings.tcp_streams)
 
 
-class DataPort:
+class DataPort(HandshakeAcceptor[HandshakeResult]):
     """Accepts data connections of other nodes on *listener*, which it closes, from `start` until `close`.
 
-    Each connection has a thread and a few seconds to prove the job's key (`handshakes.HandshakeAcceptor`).
+    Each connection has a thread and a few seconds to prove the job's key.
 
-    Parameters
-    ----------
-    mine, epochs
-        This node's index, and the epochs that diallers have to know.
-    came
-        Called with (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket.
-    n_expected
-        Connections that the job itself may open at the same time.
-    encryption
-        Which of this job's connections are encrypted.
+    *mine*, *epochs*: this node's index, and the epochs that diallers have to know. *on_connection*: called with
+    (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket. *n_expected*:
+    connections that the job itself may open at the same time. *encryption*: which of this job's connections are
+    encrypted.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
-                 came: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
+                 on_connection: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
                  encryption: Encryption = Encryption.NONE) -> None:
-        self._acceptor = HandshakeAcceptor(
-            listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), came,
-            self._refused, lambda words: log.warning("data port: %s", words), n_expected,
-            "bpsfast-data-port")
-        self._lock = threading.Lock()
-        self._n_refused = 0
+        super().__init__(
+            listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), on_connection,
+            self._log_refusal, lambda words: log.warning("data port: %s", words), n_expected, "bpsfast-data-port")
+        self._refusals = itertools.count(1)
 
-    def start(self) -> None:
-        """Start to accept."""
-        self._acceptor.start()
-
-    def close(self) -> None:
-        """Stop accepting, and cut off connections that are not authenticated. Idempotent."""
-        self._acceptor.close()
-
-    def _refused(self, why: Exception) -> None:
-        with self._lock:
-            self._n_refused += 1
-            number = self._n_refused
+    def _log_refusal(self, why: Exception) -> None:
+        number = next(self._refusals)
         if number <= 8 or number & (number - 1) == 0:  # a flood would fill the disk
-            level = logging.DEBUG if self._acceptor.is_closed else logging.WARNING
-            log.log(level, "refused a data connection: %s%s", why,
+            log.log(logging.DEBUG if self.is_closed else logging.WARNING, "refused a data connection: %s%s", why,
                     f" ({number} so far)" if number > 8 else "")

@@ -63,4 +63,4 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
 
 
 def _counted(number: int) -> str:
-    return f"{number} thing{'' if number == 1 else 's'}"
+    return f"{number} resource{'' if number == 1 else 's'}"

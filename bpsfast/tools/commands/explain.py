@@ -23,7 +23,7 @@ from ..doctor.finding import Check
 @click.argument("code", nargs=-1, required=True)
 @output.options()
 @exit_codes.exit_on_error
-def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def command(code: tuple[str, ...], form: output.OutputOptions) -> None:
     """Explain what CODE means and what to do about it.
 
     CODE is a check of `bpsfast doctor`, the status of an RDMA completion (with the vendor error after a slash), an
@@ -37,11 +37,8 @@ def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bo
     bpsfast explain exit 3
     bpsfast explain "Got completion with error 12, opcode 1, vendor err 129"
     """
-    from . import explain
-
-    chosen = output.form(as_json, path, no_color)
-    found = explain.explain(" ".join(code))
-    output.show(chosen, lambda: "\n\n".join(map(str, found)),
+    found = explain(" ".join(code))
+    output.show(form, lambda: "\n\n".join(map(str, found)),
                 [{"head": each.head, "lines": [{"label": label, "text": words} for label, words in each.lines]}
                  for each in found])
 
@@ -74,10 +71,7 @@ class Explanation:
 def explain(text: str) -> list[Explanation]:
     """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
 
-    Raises
-    ------
-    ConfigError
-        Nothing is recognized; the message suggests similar names.
+    Raises `ConfigError`, which suggests similar names, if nothing is recognized.
     """
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
@@ -89,19 +83,13 @@ def explain(text: str) -> list[Explanation]:
 def _named(text: str) -> list[Explanation]:
     """Return the meanings of a name."""
     text = re.sub(r"(?i)^(rd)(\d)$", r"\g<1>0\2", text)
-    for check in CHECKS:
-        if text.upper() in (check.code, check.title.upper()):
-            return [of_check(check)]
     status = completions.by_name(text)
-    if status is not None:
-        return [of_completion(status)]
-    for words in error_texts.every():
-        if text.upper() == words.name:
-            return [of_errno(words)]
-    for name, kind in _CLASSES.items():
-        if text.rpartition(".")[2].lower() == name.lower():
-            return [of_class(name, kind)]
-    return []
+    found = [of_check(check) for check in CHECKS if text.upper() in (check.code, check.title.upper())]
+    found += [of_completion(status)] if status is not None else []
+    found += [of_errno(words) for words in error_texts.every() if text.upper() == words.name]
+    found += [of_class(name, kind) for name, kind in _CLASSES.items()
+              if text.rpartition(".")[2].lower() == name.lower()]
+    return found[:1]
 
 
 def _numbered(text: str) -> list[Explanation]:
@@ -126,10 +114,7 @@ def _numbered(text: str) -> list[Explanation]:
 
 
 def _recognised(text: str) -> list[Explanation]:
-    """Return the meanings of a pasted text: completions, messages of tools, errnos, known symptoms.
-
-    Flushed requests follow the completions that caused them.
-    """
+    """Return the meanings of a pasted text: completions (flushed requests last), messages, errnos, known symptoms."""
     found = sorted(dict.fromkeys([*map(_completion_in, text.splitlines()), *error_texts.mlx5_completions(text)]),
                    key=lambda each: each is not None and each[0] == completions.WR_FLUSH_ERR)
     meanings = [of_completion(completions.explain(*each)) for each in found if each is not None]
@@ -137,8 +122,7 @@ def _recognised(text: str) -> list[Explanation]:
     meanings += [of_class(name, kind) for name, kind in _CLASSES.items() if re.search(rf"\b{name}\b", text)]
     spelled = {int(number) for match in _ERRNO.findall(text) for number in match if number}
     for words in error_texts.every():
-        if (words.number in spelled or words.text.lower() in text.lower()
-                or re.search(rf"\b{words.name}\b", text)):
+        if (words.number in spelled or words.text.lower() in text.lower() or re.search(rf"\b{words.name}\b", text)):
             meanings.append(of_errno(words))
     meanings += [of_check(check) for check in CHECKS if re.search(rf"\b{check.code}\b", text, re.I)
                  or any(_is_symptom(symptom, text) for symptom in check.symptoms)]
@@ -174,18 +158,15 @@ def of_check(check: Check) -> Explanation:
 def of_completion(words: Completion) -> Explanation:
     """Return the meaning of a completion status."""
     vendor = f", vendor error {words.vendor_error} ({words.vendor_error:#x})" if words.vendor_error else ""
-    lines = [("means", words.happened), ("usually", words.usually), ("do", words.advice)]
-    if words.vendor:
-        lines.insert(1, ("vendor", words.vendor))
-    elif words.vendor_error:
-        lines.insert(1, ("vendor", "not known beside this status; such codes are known only to the card's vendor"))
-    return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
+    meaning = words.vendor or "not known beside this status; such codes are known only to the card's vendor"
+    return Explanation(f"completion status {words.status}{vendor}: {words.name}", (
+        ("means", words.happened), *((("vendor", meaning),) if words.vendor or words.vendor_error else ()),
+        ("usually", words.usually), ("do", words.advice)))
 
 
 def of_message(words: str, message: LogMessage) -> Explanation:
     """Return the meaning of a *message* of a tool, of which *words* were found."""
-    return Explanation(f'"{words}" ({message.source})',
-                       (("means", message.means), ("do", message.advice)))
+    return Explanation(f'"{words}" ({message.source})', (("means", message.means), ("do", message.advice)))
 
 
 def of_errno(words: ErrnoMeaning) -> Explanation:

@@ -12,7 +12,7 @@ from ...base import exit_codes, output, settings
 from .options import overrides, set_option, verbs_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from ...base.settings import Settings
     from ..inventory import Inventory, Machine, Part
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 @set_option
 @output.options()
 @exit_codes.exit_on_error
-def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
-            no_color: bool) -> None:
+def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], form: output.OutputOptions) -> None:
     """Show what is installed and works, and why the rest does not.
 
     [X] works; [ ] does not, with the reason. Frameworks are found by package metadata and are not imported. Exit code
@@ -37,14 +36,12 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     bpsfast info --json | jq '.transports[] | select(.works | not)'
     bpsfast info --effective
     """
-    chosen = output.form(as_json, path, no_color)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
     if as_settings:
         found = setting_rows(loaded, origins)
-        output.show(chosen, lambda: settings_text(found), found)
-        return
+        return output.show(form, lambda: settings_text(found), found)
     here = taken(loaded, origins)
-    output.show(chosen, lambda: text(here), here)
+    output.show(form, lambda: text(here), here)
     if not here.is_whole:
         sys.exit(exit_codes.ENVIRONMENT)
 
@@ -64,14 +61,14 @@ def text(here: Inventory) -> str:
     lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
                                f"{machine.kernel}")
     lines += _pairs([("from", here.folder), ("python", here.interpreter), *_machine_rows(machine)])
-    whole = [part for part in here.modules if part.works]
-    lines += ["", f"Compiled modules: {len(whole)} of {len(here.modules)} load"]
-    lines += _parts(part for part in here.modules if not part.works)
+    broken = [part for part in here.modules if not part.works]
+    lines += ["", f"Compiled modules: {len(here.modules) - len(broken)} of {len(here.modules)} load", *_parts(broken)]
     lines += ["", "Transports", *_parts(here.transports)]
     lines += ["", "RDMA", *_parts((here.verbs, *here.devices))]
     lines += ["", "Frameworks", *_parts(here.frameworks)]
     lines += ["", "GPUs", *_parts(here.gpus)]
-    lines += ["", "Packages", *_package_lines(here.packages)]
+    lines += ["", "Packages", *_pairs([(part.name, f"{part.found or 'not installed':<14} {part.reason}")
+                                       for part in here.packages])]
     locked = f"{output.size(limits.memlock_bytes)}, hard {output.size(limits.memlock_hard_bytes)}"
     lines += ["", "Limits", *_pairs([
         ("memlock", f"{locked}{', lifted by CAP_IPC_LOCK' if limits.may_lock_all else ''}"),
@@ -91,26 +88,16 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
             ("container", machine.container or "none")]
 
 
-def _pairs(rows: list[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [line for name, value in rows for line in output.hanging(f"  {name:<{width}}  ", value)]
+def _pairs(rows: Sequence[tuple[str, str]], marks: Sequence[str] = ()) -> list[str]:
+    """Return a line for each name and value, aligned, with its mark before it."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [line for (name, value), mark in zip(rows, marks or [""] * len(rows))
+            for line in output.hanging(f"  {mark}{name:<{width}}  ", value)]
 
 
-def _parts(parts: Iterable[Part]) -> list[str]:
-    rows = list(parts)
-    width = max((len(part.name) for part in rows), default=0)
-    lines = []
-    for part in rows:
-        mark = click.style("[X]", fg="green") if part.works else "[ ]"
-        words = "; ".join(each for each in (part.found, part.reason) if each)
-        lines += output.hanging(f"  {mark} {part.name:<{width}}  ", words)
-    return lines
-
-
-def _package_lines(packages: tuple[Part, ...]) -> list[str]:
-    width = max(len(part.name) for part in packages)
-    return [line for part in packages for line in output.hanging(
-        f"  {part.name:<{width}}  ", f"{part.found or 'not installed':<14} {part.reason}")]
+def _parts(parts: Sequence[Part]) -> list[str]:
+    return _pairs([(part.name, "; ".join(filter(None, (part.found, part.reason)))) for part in parts],
+                  [click.style("[X]", fg="green") + " " if part.works else "[ ] " for part in parts])
 
 
 def _number(limit: int | None) -> str:

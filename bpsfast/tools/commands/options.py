@@ -24,7 +24,6 @@ def set_option(function: Callable) -> Callable:
 
 
 def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that start with *incomplete*."""
     from ...base.settings import table
 
     return [f"{row.name}=" for row in table() if row.name.startswith(incomplete.replace("-", "_"))]
@@ -107,20 +106,16 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
     """Pop the options of `job_options` from *options*; return what runs on which host, None if no host is named.
 
     *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
-
-    Raises
-    ------
-    ConfigError
-        The options contradict each other.
+    Raises `ConfigError` if the options contradict each other.
     """
     from ...launch import host_list, ssh_job
 
     hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
     typed = given_ssh_options(options)
     ssh = take_ssh(options)
-    helpers_on, scheduler_host, assigned = (options.pop(name) for name in _JOB)
+    given = {name: options.pop(name) for name in _JOB}
     if not hosts:
-        wrong = [*(_JOB[name] for name, value in zip(_JOB, (helpers_on, scheduler_host, assigned)) if value), *typed]
+        wrong = [*(_JOB[name] for name, value in given.items() if value), *typed]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: there are no hosts; name them with -H or --hostfile")
         return None
@@ -129,9 +124,9 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
         raise ConfigError(f"{', '.join(wrong)} simulates machines on this host, but -H or --hostfile name real hosts: "
                           "use only one of them (for helpers on hosts use --helpers-on)")
     ranks_on = host_list.assign(hosts, options["n_ranks"])
-    helpers = host_list.helpers(helpers_on, ranks_on) if helpers_on else []
-    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
-                         variables=ssh_job.variables(assigned))
+    helpers = host_list.helpers(given["helpers_on"], ranks_on) if given["helpers_on"] else []
+    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=given["scheduler_host"] or "",
+                           variables=ssh_job.variables(given["assigned"]))
 
 
 def take_ssh(options: dict[str, Any]) -> Ssh:
@@ -139,9 +134,9 @@ def take_ssh(options: dict[str, Any]) -> Ssh:
     from ...launch.ssh import Ssh
 
     port, identity_file, more, python, directory = (options.pop(name) for name in _SSH)
+    path = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return Ssh(port=port, identity_file=identity_file and os.path.abspath(identity_file), options=more,
-               python=python or sys.executable, directory=directory or os.getcwd(),
-               python_path=_absolute(os.environ.get("PYTHONPATH", "")))
+               python=python or sys.executable, directory=directory or os.getcwd(), python_path=os.pathsep.join(path))
 
 
 def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
@@ -151,13 +146,7 @@ def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts that -H or --hostfile name, with this machine marked; none if neither is given.
-
-    Raises
-    ------
-    ConfigError
-        Both are given, or the list of hosts cannot be parsed.
-    """
+    """Return the hosts of -H or --hostfile, this one marked; raise `ConfigError` for both or an invalid list."""
     from ...launch import host_list
 
     if text is not None and hostfile is not None:
@@ -165,11 +154,6 @@ def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     if text is not None:
         return host_list.with_own(host_list.parse(text))
     return [] if hostfile is None else host_list.with_own(host_list.read(hostfile))
-
-
-def _absolute(path: str) -> str:
-    """Return *path*, a PYTHONPATH, with absolute folders."""
-    return os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep) if part)
 
 
 class FullHelpGroup(click.Group):

@@ -10,17 +10,7 @@ import click
 
 from ...base import exit_codes, output
 from ...orchestration.errors import BpsError
-from .options import (
-    FullHelpGroup,
-    given_ssh_options,
-    hosts_of,
-    hosts_option,
-    overrides,
-    set_option,
-    ssh_options,
-    take_ssh,
-    with_options,
-)
+from . import options as shared
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 
@@ -32,11 +22,11 @@ _EXAMPLES = """
     bpsfast perf {verb} -H HOST                      the other started over ssh
     bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device, GID; all sizes
     bpsfast perf {verb} HOST --op write              as ib_write_{verb}
-    bpsfast perf {verb} HOST --transport tcp --json  our own streams
+    bpsfast perf {verb} HOST --transport tcp --json  the TCP streams of jobs
 """
 
 
-@click.group(cls=FullHelpGroup)
+@click.group(cls=shared.FullHelpGroup)
 def command() -> None:
     """Measure bandwidth or latency between two machines, with the options and columns of perftest.
 
@@ -49,13 +39,13 @@ def command() -> None:
 
 def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
-    return exit_codes.exit_on_error(with_options(function, [
+    return exit_codes.exit_on_error(shared.with_options(function, [
         click.argument("host", required=False),
-        hosts_option,
-        ssh_options,
+        shared.hosts_option,
+        shared.ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
                      "[default: 18515; with -H a free port]."),
-        click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
+        click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="Transport [default: rdma]."),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
                      help="RDMA operation; jobs use write_imm [default: write_imm]."),
         click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Implementation of RDMA verbs; "
@@ -81,7 +71,7 @@ def _options(function: Callable) -> Callable:
                      "side to connect [default: server 300, client 10]."),
         click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Give up after this many "
                      "seconds without progress [default: 30]."),
-        set_option,
+        shared.set_option,
         output.options(tabular=True),
     ]))
 
@@ -114,15 +104,15 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
-    there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
-    ssh = take_ssh(options)
+    there, typed = shared.hosts_of(options.pop("hosts_text"), None), shared.given_ssh_options(options)
+    ssh = shared.take_ssh(options)
     if not there:
         if typed:
             raise click.UsageError(f"{', '.join(typed)}: there is no host; name it with -H")
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
         raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
-    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    secret = given_key(settings.load(shared.overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:
@@ -139,37 +129,37 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from ..perf import control, perf_plan, results
     from ..perf.perf_run import PerfRun
 
-    host, wait_s = options.pop("host"), options.pop("wait_s")
-    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"), options.pop("as_csv"))
+    host, wait_s, form = options.pop("host"), options.pop("wait_s"), options.pop("form")
     control_port = options.pop("control_port") or control.DEFAULT_PORT
-    chosen = overrides(options.pop("assignments"), rdma_devices=_device(options),
-                       rdma_gid_index=options.pop("gid_index"))
+    chosen = shared.overrides(options.pop("assignments"), rdma_devices=_device(options),
+                              rdma_gid_index=options.pop("gid_index"))
     loaded = settings.load(chosen)
     given = _given(options)
     if host is not None and given.get("transport", "rdma") == "rdma":
         given = {"providers": (loaded.verbs,), **_set(verb, loaded, settings.load_with_origins(chosen)[1]), **given}
-    streams = not (form.as_json or form.as_csv or form.path)
+    shows_at_once = not (form.as_json or form.as_csv or form.path)
+    lines: list[str] = []
 
     def say(text: str) -> None:
-        if streams:
+        lines.append(text)
+        if shows_at_once:
             click.echo(text)
 
     def began() -> None:
-        assert visit.plan is not None
-        say(results.block(visit.plan, visit.places))
-        say(results.head(visit.plan))
+        assert run.plan is not None
+        say(f"{results.block(run.plan, run.places)}\n{results.head(run.plan)}")
 
     def show(row: dict[str, Any]) -> None:
-        assert visit.plan is not None
-        say(results.line(visit.plan, row))
+        assert run.plan is not None
+        say(results.line(run.plan, row))
 
     if host is None:
         # the client decides what the server's options leave open; those options must be valid
         perf_plan.make(verb, given)
-        place = control.listen_address(loaded, loaded.node_host)
-        key = place.secret.key
-        with control.listen(control_port, place.host) as listener:
-            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}{place.remark}", err=True)
+        where = control.listen_address(loaded, loaded.node_host)
+        key = where.secret.key
+        with control.listen(control_port, where.host) as listener:
+            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}{where.remark}", err=True)
             accepted = control.accept(listener, key, wait_s or _SERVER_WAIT_S, given.get("timeout_s", 30.0))
         given["verb"] = verb
         given.pop("timeout_s", None)
@@ -181,11 +171,11 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
     try:
         with accepted:
-            visit = PerfRun(accepted, key, loaded, show)
+            run = PerfRun(accepted, key, loaded, show)
             if plan is None:
-                visit.as_server(given, began)
+                run.as_server(given, began)
             else:
-                visit.as_client(plan, began)
+                run.as_client(plan, began)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; the other side has been told", err=True)
         sys.exit(130)
@@ -193,15 +183,12 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         if isinstance(exc, ConfigError):
             raise
         raise ConfigError(str(exc)) from exc
-    assert visit.plan is not None
-    for text in results.counted(visit.rows):
+    assert run.plan is not None
+    for text in results.counted(run.rows):
         say(text)
-    if not streams:
-        final = visit.plan
-        output.show(form, lambda: "\n".join([results.block(final, visit.places), results.head(final),
-                                             *(results.line(final, row) for row in visit.rows),
-                                             *results.counted(visit.rows)]),
-                    results.data(final, visit.places, visit.rows), results.table(final, visit.rows))
+    if not shows_at_once:
+        output.show(form, lambda: "\n".join(lines), results.data(run.plan, run.places, run.rows),
+                    results.table(run.plan, run.rows))
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:

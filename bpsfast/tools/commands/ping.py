@@ -10,16 +10,7 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output
-from .options import (
-    given_ssh_options,
-    hosts_of,
-    hosts_option,
-    overrides,
-    set_option,
-    ssh_options,
-    take_ssh,
-    verbs_option,
-)
+from . import options as shared
 
 
 @click.command()
@@ -28,21 +19,21 @@ from .options import (
 @click.option("--all", "matrix", is_flag=True, help="Let each host ping every other one, and show the matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="More hosts, one per line, as the hostfile of `bpsfast run`.")
-@hosts_option
-@ssh_options
+@shared.hosts_option
+@shared.ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
               "a free port].")
 @click.option("-d", "--ib-dev", "device", metavar="DEV", help="Use only this RDMA device of this host.")
 @click.option("-x", "--gid-index", type=click.IntRange(0), help="Use this row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               help="Seconds to wait for a host to answer.")
-@verbs_option
-@set_option
+@shared.verbs_option
+@shared.set_option
 @output.options()
 @exit_codes.exit_on_error
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
-            as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
+            form: output.OutputOptions, hosts_text: str | None, **ssh_options: Any) -> None:
     """Test whether hosts can be reached over TCP, and from every RDMA port of this host to every port of theirs.
 
     Exit code 1 if a host cannot be reached, or if none of its RDMA ports can.
@@ -55,18 +46,21 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     """
     from ...base import settings
     from ...base.job_key import given_key
+    from ...launch import host_list
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
     from ..perf import control, ping
 
-    form = output.form(as_json, path, no_color)
-    loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
-                                     rdma_gid_index=gid_index, verbs=verbs))
-    there = hosts_of(hosts_text, None)
-    typed = given_ssh_options(ssh_options)
+    loaded = settings.load(shared.overrides(assignments, rdma_devices=f"={device}" if device else None,
+                                            rdma_gid_index=gid_index, verbs=verbs))
+    there = shared.hosts_of(hosts_text, None)
+    typed = shared.given_ssh_options(ssh_options)
     if typed and not there:
         raise click.UsageError(f"{', '.join(typed)}: there are no hosts; name them with -H")
-    names = [*hosts, *_names(hostfile)]
+    names = [*hosts]
+    if hostfile is not None:  # as for `bpsfast run`, without slots and users
+        listed = [host.name.rpartition("@")[2] for host in host_list.read(hostfile)]
+        names += [f"[{name}]" if ":" in name else name for name in listed]
     if listen + bool(names) + bool(there) != 1:
         raise click.UsageError("give hosts to ping, or --listen, or -H for hosts on which to start the other side")
     default_port = port or ping.DEFAULT_PORT
@@ -84,7 +78,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
         if there:
             drawn = given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
-            ssh = take_ssh(ssh_options)
+            ssh = shared.take_ssh(ssh_options)
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
         else:
@@ -116,7 +110,10 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
             lines.append(f"{name}  NOT REACHED  {each['error']}")
             continue
         lines.append(f"{name}  tcp {_time(each['tcp']['median_s'])}")
-        lines += [f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {_verdict(pair)}" for pair in each["pairs"]]
+        for pair in each["pairs"]:
+            verdict = f"NO  {pair['error']}" if pair["error"] else (
+                f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})")
+            lines.append(f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {verdict}")
         for side, rejected in each["rejected"].items():
             lines += [f"  {port} {side} is not tried: {reason}" for port, reason in rejected.items()]
         if not each["pairs"]:
@@ -135,12 +132,10 @@ def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
 def _summary(found: dict[str, Any]) -> str:
     if found["error"]:
         return "NO"
-    good = [pair for pair in found["pairs"] if not pair["error"]]
-    if not found["pairs"]:
-        return f"tcp {_time(found['tcp']['median_s'])}"
-    if not good:
-        return f"tcp {_time(found['tcp']['median_s'])}, NO rdma"
-    return f"rdma {_time(min(pair['median_s'] for pair in good))} ({len(good)}/{len(found['pairs'])})"
+    good = [pair["median_s"] for pair in found["pairs"] if not pair["error"]]
+    if good:
+        return f"rdma {_time(min(good))} ({len(good)}/{len(found['pairs'])})"
+    return f"tcp {_time(found['tcp']['median_s'])}{', NO rdma' if found['pairs'] else ''}"
 
 
 def _rail(rail: dict[str, Any]) -> str:
@@ -148,19 +143,5 @@ def _rail(rail: dict[str, Any]) -> str:
     return f"{rail['device']}/{rail['port']}{gid}"
 
 
-def _verdict(pair: dict[str, Any]) -> str:
-    if pair["error"]:
-        return f"NO  {pair['error']}"
-    return f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})"
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def _names(hostfile: Path | None) -> list[str]:
-    """Return the host names of a hostfile of `bpsfast run`, without slots and users."""
-    from ...launch import host_list as hosts
-
-    return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (
-        host.name.rpartition("@")[2] for host in hosts.read(hostfile))]

@@ -5,7 +5,7 @@ import click
 
 from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
-from ..planner import catalog, machine_list, plan_text, prediction
+from ..planner import authors_table, catalog, machine_list, plan_text, prediction
 from ..planner.catalog import Compute, Model
 
 
@@ -34,8 +34,8 @@ from ..planner.catalog import Compute, Model
 @exit_codes.exit_on_error
 def command(workers: str | None, helpers: str, nic_gbps: float, model: str | None, torch_place: str | None,
             dtype: str | None, batch: int | None, forward_ms: float | None, backward_ms: float | None,
-            partition_nbytes: int, compression: str | None, copy_gbytes: float,
-            table: str | None, as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
+            partition_nbytes: int, compression: str | None, copy_gbytes: float, table: str | None,
+            form: output.OutputOptions) -> None:
     """Predict communication and step time for a ring, servers only, colocated servers and the optimal placement.
 
     "formula" is the closed form; "placed" is the time with whole partitions and the owners that a job would choose.
@@ -48,12 +48,8 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     bpsfast plan --workers 4 --model resnet18 --compression topk:k=0.01
     bpsfast plan --table models
     """
-    chosen = output.form(as_json, path, no_color, as_csv)
     if table is not None:
-        from ..planner import authors_table
-
-        return output.show(chosen, authors_table.text, authors_table.data() if as_json else None,
-                           authors_table.rows(authors_table.lines()))
+        return output.show(form, authors_table.text, authors_table.data(), authors_table.rows(authors_table.lines()))
 
     if workers is None:
         raise ConfigError("--workers is missing: the number of machines with ranks")
@@ -62,8 +58,8 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     network = _model(model, torch_place, dtype)
     compute = _compute(network, batch, forward_ms, backward_ms)
     made = prediction.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
-                      copy_rate=copy_gbytes * 1e9)
-    output.show(chosen, lambda: plan_text.text(made), plan_text.data(made), plan_text.rows(made))
+                           copy_rate=copy_gbytes * 1e9)
+    output.show(form, lambda: plan_text.text(made), plan_text.data(made), plan_text.rows(made))
 
 
 def _model(name: str | None, torch_place: str | None, dtype: str | None) -> Model:

@@ -12,7 +12,7 @@ from ...base import exit_codes, output, settings
 from ...hardware.host import Host, open_host
 from ...hardware.interfaces import Netdev, PcieLink
 from ...hardware.rdma_devices import Gid, Port, RdmaDevice, roce_mtu
-from ...hardware.rdma_route import Rail, RailChoice, choose, peer_address
+from ...hardware.rdma_route import RailChoice, choose, peer_address
 from ...hardware.verbs import provider
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option, verbs_option
@@ -28,8 +28,8 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 @set_option
 @output.options(tabular=True)
 @exit_codes.exit_on_error
-def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
-            as_csv: bool, path: str | None, no_color: bool) -> None:
+def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
+            form: output.OutputOptions) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
     MTU is that of the interface, with the RoCE path MTU that fits it in brackets. With --verbs, ACTIVE_MTU is the path
@@ -40,12 +40,11 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
     bpsfast devices --peer gpu08
     bpsfast devices --json | jq '.devices[].ports[].state'
     """
-    chosen = output.form(as_json, path, no_color, as_csv)
     host = open_host(root)
     choice = _choose(host, assignments, peer)
     library = asked(verbs, root)
     mtus = None if library is None else active_mtus(library, host)
-    output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
+    output.show(form, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
                 device_rows(host, choice, mtus))
     _require_devices(host)
 
@@ -68,14 +67,16 @@ def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
     parts = []
     if host.devices:
         parts.append(output.table(device_rows(host, choice, mtus)))
-        said = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
-        said += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
-        parts += [line for head, words in said for line in output.hanging(head, words)]
+        reasons = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
+        reasons += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
+        parts += [line for head, words in reasons for line in output.hanging(head, words)]
     else:
         parts.append("No RDMA device.")
-    others = _other_cards(host)
+    others = [(card.name, card.state, f"{card.speed_mbps / 1000:g} Gb/s" if card.speed_mbps else "-", str(card.mtu),
+               "-" if card.numa_node is None else str(card.numa_node), _pcie(card.pcie), card.driver or "-",
+               " ".join(map(str, card.ips)) or "-") for card in _other_cards(host)]
     if others:
-        parts += ["", "Network cards without an RDMA device:", output.table([_CARD_HEAD, *map(_card_row, others)])]
+        parts += ["", "Network cards without an RDMA device:", output.table([_CARD_HEAD, *others])]
     return "\n".join(parts)
 
 
@@ -100,8 +101,7 @@ def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
                 "rate_bits_per_s": None if port.rate_gbps is None else port.rate_gbps * 1e9,
                 "link_layer": port.link_layer, "lid": port.lid, "sm_lid": port.sm_lid, "netdev": port.netdev,
                 "netdev_mtu": _mtu(host, port), "roce_mtu": _roce_mtu(host, port),
-                "use": uses.get(f"{device.name}/{port.number}", ("rejected", ""))[0],
-                "reason": uses.get(f"{device.name}/{port.number}", ("", ""))[1],
+                **dict(zip(("use", "reason"), uses.get(f"{device.name}/{port.number}", ("rejected", "")))),
                 **({} if mtus is None else {"active_mtu": _number(mtus[f"{device.name}/{port.number}"])}),
             } for port in device.ports],
         } for device in host.devices],
@@ -152,12 +152,6 @@ def _other_cards(host: Host) -> list[Netdev]:
     return [netdev for netdev in host.netdevs.values() if netdev.is_card and netdev.name not in shared]
 
 
-def _card_row(card: Netdev) -> tuple[str, ...]:
-    return (card.name, card.state, f"{card.speed_mbps / 1000:g} Gb/s" if card.speed_mbps else "-", str(card.mtu),
-            "-" if card.numa_node is None else str(card.numa_node), _pcie(card.pcie), card.driver or "-",
-            " ".join(map(str, card.ips)) or "-")
-
-
 def _pcie(link: PcieLink | None) -> str:
     """Return the link as "16 GT/s x8 of x16": current values, and the maximum if it is larger."""
     if link is None:
@@ -186,7 +180,7 @@ _GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
-            as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
+         form: output.OutputOptions) -> None:
     """List the GID table and the GID that would be used.
 
     "*" marks the row that would be used, "+" the best row of an unused port. With --verbs, VERBS shows whether
@@ -196,23 +190,17 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids
     bpsfast gids -d mlx5_0 --peer gpu08
     """
-    chosen = output.form(as_json, path, no_color, as_csv)
     host = open_host(root)
-    check_device(host, name)
-    choice = _choose(host, assignments, peer)
-    found = gid_table(host, name)
-    library = asked(verbs, root)
-    said = None if library is None else verdicts(library, found)
-    output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
-                gid_rows(found, choice, said))
-    _require_devices(host)
-
-
-def check_device(host: Host, name: str | None) -> None:
-    """Raise `ConfigError` if there are devices, but none is called *name*."""
     names = [device.name for device in host.devices]
     if name is not None and names and name not in names:
         raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
+    choice = _choose(host, assignments, peer)
+    found = gid_table(host, name)
+    library = asked(verbs, root)
+    lib = None if library is None else verdicts(library, found)
+    output.show(form, lambda: gid_text(found, choice, lib), gid_data(found, choice, lib),
+                gid_rows(found, choice, lib))
+    _require_devices(host)
 
 
 def gid_table(host: Host, name: str | None = None) -> list[Gid]:
@@ -220,72 +208,58 @@ def gid_table(host: Host, name: str | None = None) -> list[Gid]:
     return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
 
 
-def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
-    """Return the table as text; *said*: libibverbs's verdict on each row, None without them."""
+def gid_text(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> str:
+    """Return the table as text; *lib*: libibverbs's verdict on each row, None without them."""
     if not found:
         return "No GID in use."
-    lines = [output.table(gid_rows(found, choice, said))]
+    lines = [output.table(gid_rows(found, choice, lib))]
     lines += [line for rail in choice.rails for line in output.hanging(f"{rail.name}: ", rail.reason)]
     return "\n".join(lines)
 
 
-def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
+def gid_rows(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
     """Return the head and one row for each GID, as show_gids does."""
-    head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
+    head = _GID_HEAD if lib is None else (*_GID_HEAD, "VERBS")
     return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
-                     gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
+                     gid.netdev or "-", _mark(gid, choice), *(() if lib is None else (lib[gid],))) for gid in found)]
 
 
-def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
+def gid_data(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
     """Return the JSON data."""
     return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
              "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
-             "used": _mark(gid, choice) == "*", **({} if said is None else {"verbs": said[gid]})} for gid in found]
+             "used": _mark(gid, choice) == "*", **({} if lib is None else {"verbs": lib[gid]})} for gid in found]
 
 
 def _mark(gid: Gid, choice: RailChoice) -> str:
-    def holds(rails: tuple[Rail, ...]) -> bool:
-        return any(rail.gid == gid for rail in rails)
-
-    return "*" if holds(choice.rails) else "+" if holds(choice.spare) else ""
+    return next((mark for mark, rails in (("*", choice.rails), ("+", choice.spare))
+                 if any(rail.gid == gid for rail in rails)), "")
 
 
 def asked(verbs: str | None, root: str | None) -> Any:
-    """Return the implementation that ``--verbs`` names, None without the option.
-
-    Raises
-    ------
-    VerbsMissing
-        It cannot be used here (an OSError).
-    """
-    if verbs is None:
-        return None
-    if root is not None:
+    """Return the implementation that ``--verbs`` names, None without it; raise `VerbsMissing` if it does not work."""
+    if verbs is not None and root is not None:
         raise click.UsageError("--verbs queries libibverbs of this machine, --root examines another machine: choose "
                                "one")
-    return provider(verbs)
+    return None if verbs is None else provider(verbs)
 
 
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
     """Return the active path MTU of each port by "device/port", or the reason why there is none."""
     listed = verbs.devices()
-    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
-            for device, port in host.ports}
+    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, lambda opened, n=port.number: str(
+        opened.port(n)["active_mtu"])) for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
     """Return libibverbs's GID for each row of the kernel's table: "same", the other GID, or the error."""
     listed = verbs.devices()
-    return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
 
+    def compare(row: Gid, opened: Any) -> str:
+        found = opened.gid(row.port, row.index)
+        return "same" if found == row.value else found.hex(":", 2)
 
-def _active_mtu(number: int, opened: Any) -> str:
-    return str(opened.port(number)["active_mtu"])
-
-
-def _verdict(row: Gid, opened: Any) -> str:
-    found = opened.gid(row.port, row.index)
-    return "same" if found == row.value else found.hex(":", 2)
+    return {row: _ask(verbs, listed, row.device, partial(compare, row)) for row in rows}
 
 
 def _ask(verbs: Any, listed: list[str], name: str, question: Callable[[Any], str]) -> str:

@@ -42,25 +42,24 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
     files.insert(0, bug_report.readme(files, left_out))
     place = path or Path(time.strftime("bpsfast-report-%Y%m%d-%H%M%S.tar.gz"))
     nbytes = None if dry_run else bug_report.write(place, files)
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "path": None if dry_run else str(place), "nbytes": nbytes,
         "files": [{"name": file.name, "nbytes": len(file.content), "lines": file.n_lines, "about": file.about}
                   for file in files],
         "left_out": [{"name": each.name, "reason": each.reason} for each in (*skipped, *left_out)],
         "replaced": dict(scrub.counts)}
-    output.show(output.OutputOptions(as_json), lambda: text(told), told)
+    output.show(output.OutputOptions(as_json), lambda: text(data), data)
 
 
-def text(told: dict[str, Any]) -> str:
+def text(data: dict[str, Any]) -> str:
     """Return the contents of the archive as text."""
-    rows = [("FILE", "BYTES", "WHAT"),
-            *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
+    rows = [("FILE", "BYTES", "WHAT"), *((each["name"], str(each["nbytes"]), each["about"]) for each in data["files"])]
     lines = [output.table(rows, right=(1,))]
-    lines += [f"omitted: {each['name']}: {each['reason']}" for each in told["left_out"]]
-    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)
+    lines += [f"omitted: {each['name']}: {each['reason']}" for each in data["left_out"]]
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(data["replaced"].items()) if number)
     lines.append(f"replaced: {counts or 'nothing'}")
-    if told["path"] is None:
+    if data["path"] is None:
         return "\n".join([*lines, "nothing was written (--dry-run)"])
     return "\n".join([
-        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable only by you). Check it before you send it:",
-        f"  tar -xzOf {told['path']} | less", f"  tar -xzf {told['path']} -C /tmp      # folder /tmp/bpsfast-report"])
+        *lines, "", f"{data['path']} ({data['nbytes']} bytes, readable only by you). Check it before you send it:",
+        f"  tar -xzOf {data['path']} | less", f"  tar -xzf {data['path']} -C /tmp      # folder /tmp/bpsfast-report"])

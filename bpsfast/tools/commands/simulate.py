@@ -8,7 +8,7 @@ import click
 from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
 from ..simulator.all_reduce import Ring
-from ..simulator.network import Cluster, Costs, uniform
+from ..simulator.network import Costs, uniform
 from ..simulator.simulation import Options, Outcome, simulate
 from ..simulator.workload import MODELS, build
 
@@ -52,12 +52,11 @@ _EXAMPLES = """
 @click.option("--interleave", is_flag=True, help="Place partitions in forward order instead of largest first.")
 @click.option("--fold/--full", default=None, help="Simulate one machine for each role, or every machine.  "
               "[default: fold if a full simulation would take minutes]")
-@click.option("--steps", "n_steps", type=int, default=4, show_default=True)
+@click.option("--steps", "n_steps", type=int, default=4, show_default=True, help="Number of steps to simulate.")
 @output.options(tabular=True)
 @exit_codes.exit_on_error
-def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **asked: Any) -> None:
+def command(form: output.OutputOptions, **asked: Any) -> None:
     """Simulate and show."""
-    form = output.form(as_json, path, no_color, as_csv)
     rate = _bytes(asked["nic_gbits"], "--nic")
     inside = _bytes(asked["inside_gbits"], "--inside-rate")
     costs = Costs(asked["overhead_us"] / 1e6, asked["latency_us"] / 1e6, _bytes(asked["sum_gbits"], "--sum-rate"),
@@ -67,7 +66,8 @@ def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **ask
     cluster = uniform(asked["workers"], asked["helpers"], rate, costs)
     job = build(asked["model"], asked["compute_ms"] / 1e3)
     chosen = asked["strategies"] or [s for s in _STRATEGIES if s != "ps" or asked["helpers"]]
-    found = [simulate(job, _without_idle(cluster, strategy), strategy, options, asked["n_steps"])
+    workers = cluster._replace(machines=cluster.machines[:cluster.n_workers])  # colocated servers use no helpers
+    found = [simulate(job, workers if strategy == "colocated" else cluster, strategy, options, asked["n_steps"])
              for strategy in chosen]
     rows = [("strategy", "step_ms", "efficiency", "simulated", "events"), *(
         (o.strategy, f"{o.step_s * 1e3:.3f}", f"{o.efficiency:.3f}", "folded" if o.is_folded else "in full",
@@ -75,17 +75,10 @@ def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **ask
     output.show(form, lambda: f"{asked['model']}: {job.nbytes / 1e6:.0f} MB of gradients, {asked['workers']} machines, "
                 f"{asked['helpers']} helpers, {asked['nic_gbits']:g} Gbit/s\n" + output.columns(rows, (1, 2, 4)),
                 {"model": asked["model"], "gradient_bytes": job.nbytes, "workers": asked["workers"],
-                 "helpers": asked["helpers"], "nic_rate_bytes_per_s": rate, "results": [_told(o) for o in found]}, rows)
+                 "helpers": asked["helpers"], "nic_rate_bytes_per_s": rate, "results": [_data(o) for o in found]}, rows)
 
 
-def _without_idle(cluster: Cluster, strategy: str) -> Cluster:
-    """Return *cluster* without the machines that *strategy* leaves idle: helpers with colocated servers."""
-    if strategy != "colocated":
-        return cluster
-    return cluster._replace(machines=tuple(machine for machine in cluster.machines if machine.has_ranks))
-
-
-def _told(outcome: Outcome) -> dict[str, Any]:
+def _data(outcome: Outcome) -> dict[str, Any]:
     return {"strategy": outcome.strategy, "step_s": outcome.step_s, "first_step_s": outcome.first_s,
             "compute_s": outcome.compute_s, "efficiency": outcome.efficiency, "folded": outcome.is_folded,
             "events": outcome.n_events, "steps": outcome.n_steps}

@@ -98,28 +98,12 @@ def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Samp
 
 def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, Sample | None]:
     """Show every sample; return their number and the last one."""
-    if as_json:
-        return _lines(samples)
-    if plain or not sys.stdout.isatty() or not _has_rich():
-        return _plain(samples)
-    return _live(samples, sys.stdout)
-
-
-def _lines(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
+    if not as_json and not plain and sys.stdout.isatty() and _has_rich():
+        return _live(samples, sys.stdout)
     number, sample = 0, None
-    for sample in samples:
-        number += 1
-        click.echo(msgspec.json.encode(sample).decode())
-        sys.stdout.flush()
-    return number, sample
-
-
-def _plain(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
-    number, sample = 0, None
-    for sample in samples:
-        number += 1
-        click.echo(("\n" if number > 1 else "") + screen.text(sample, shutil.get_terminal_size((120, 24)).columns))
-        sys.stdout.flush()
+    for number, sample in enumerate(samples, start=1):
+        click.echo(msgspec.json.encode(sample).decode() if as_json else ("\n" if number > 1 else "") + screen.text(
+            sample, shutil.get_terminal_size((120, 24)).columns))
     return number, sample
 
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from ...base import exit_codes, output, settings
+from ...base import addresses, exit_codes, output, settings
 from ...base.value_formats import format_cpus
 from ...hardware import numa
-from ...hardware.affinity import locality
-from ...hardware.affinity.locality import fastest_nics, gpu_numa_nodes, nics_by_name, traffic_nics
-from ...hardware.affinity.plan import (
-    AffinityOptions,
-    CpuAffinity,
-    Rank,
-    plan_node,
-    plan_ranks,
-    read_cores,
-    with_allowed_memory,
-)
+from ...hardware.affinity import locality, plan as affinity
 from ...hardware.host import RecordedKernel, open_host
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option
@@ -38,7 +29,7 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
               help="Show instead how to sum the gradients of its GPUs. Needs scipy.")
 @click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
               help="For --strategy: what the machine sums for others, in gradient sizes.")
-@click.option("--cores", "as_seats", is_flag=True,
+@click.option("--cores", "as_cores", is_flag=True,
               help="Show instead which CPUs and memory the node and local ranks of a job get.")
 @click.option("--ranks", "n_ranks", type=click.IntRange(1), metavar="N",
               help="For --cores: number of local ranks.  [default: one per GPU, or per NUMA node]")
@@ -48,13 +39,13 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 @set_option
 @output.options()
 @exit_codes.exit_on_error
-def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_seats: bool,
-            n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...], as_json: bool,
-            path: str | None, no_color: bool) -> None:
+def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_cores: bool,
+            n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...],
+            form: output.OutputOptions) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
-    Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
-    nvidia-ml-py. A file of --json may be changed by hand before it is read: a machine that you do not have.
+    Rates are in GB/s per direction, as the kernel and NVML report them; none is measured. NVLinks need the package
+    nvidia-ml-py. A file written by --json may be edited before --read, to describe a machine that you do not have.
     Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) or allow GPUs to send
     straight to network cards (gpu_direct) are obeyed by --strategy.
 
@@ -64,28 +55,23 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3   the forced beside the best
+    bpsfast topo --strategy --set reduce_roots=2,3   a forced strategy beside the best
     """
-    import msgspec
-
-    from ...base import settings
     from ...hardware.topology import discovery
 
     if source is not None and root is not None:
         raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
         raise click.UsageError("--service needs --strategy")
-    if (n_ranks or nics) and not as_seats:
+    if (n_ranks or nics) and not as_cores:
         raise click.UsageError("--ranks and --nic need --cores")
-    if as_seats and (source is not None or picture_path is not None or as_strategy):
+    if as_cores and (source is not None or picture_path is not None or as_strategy):
         raise click.UsageError("--cores can be combined only with --root, --ranks and --nic")
     if assignments and not as_strategy:
         raise click.UsageError("--set needs --strategy")
-    chosen = output.form(as_json, path, no_color)
-    if as_seats:
-        seating = AffinityTable(root, n_ranks or 0, nics)
-        output.show(chosen, seating.text, seating.as_dict())
-        return
+    if as_cores:
+        table = AffinityTable(root, n_ranks or 0, nics)
+        return output.show(form, table.text, table.as_dict())
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
         from ...hardware.topology import display
@@ -95,15 +81,14 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         from ...hardware.topology.decision import report_strategy
 
         advice = report_strategy(topology, service, settings.load(overrides(assignments)))
-        output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
+        output.show(form, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
-        output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
+        output.show(form, lambda: text(topology), msgspec.to_builtins(topology))
 
 
 def read(source: str) -> Topology:
     """Return the machine that the file *source* describes; raise `ConfigError` if it cannot be parsed."""
     from ...hardware.topology import graph
-    from ...orchestration.errors import ConfigError
 
     with open(source, "rb") as file:
         content = file.read()
@@ -140,15 +125,12 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     from ...hardware.topology.graph import PartKind
 
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
-    rows: list[tuple[str, ...]] = [("", *names)]
-    for one in names:
-        cells = []
-        for other in names:
-            found = connection(topology, one, other)
-            cells.append("X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes
-                         else found.word)
-        rows.append((one, *cells))
-    return rows
+
+    def cell(one: str, other: str) -> str:
+        found = connection(topology, one, other)
+        return "X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes else found.word
+
+    return [("", *names), *((one, *(cell(one, other) for other in names)) for one in names)]
 
 
 def part_rows(topology: Topology) -> list[tuple[str, ...]]:
@@ -187,45 +169,38 @@ class AffinityTable:
     """The CPU affinity of a job on this machine or a recorded one.
 
     *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
-    none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
-
-    Raises
-    ------
-    ConfigError
-        A card does not exist, or settings do not suit the machine.
+    none: those that settings and routes choose, or the fastest one. Uses the settings of this process. Raises
+    `ConfigError` if a card does not exist, or settings do not suit the machine.
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
         host = open_host(root)
         given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
-        self.cores = read_cores(host.tree, given.whole_cores)
+        self.cores = affinity.read_cores(host.tree, given.whole_cores)
         self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
         self.cards = _cards(host, given, names)
-        gpus = gpu_numa_nodes(host)
-        ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
+        gpus = locality.gpu_numa_nodes(host)
+        ranks = [affinity.Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
                  for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
         self._gpus = gpus
-        wishes = AffinityOptions.of(given)
-        if not given.numa:
-            self.why_not = "BPSFAST_NUMA is off"
-        elif len(self.cores.within(self.allowed).nodes) < 2 and not wishes.some:
-            self.why_not = "all CPUs are of one NUMA node"
-        else:
-            self.why_not = ""
-        self.node, self.ranks = CpuAffinity(), (CpuAffinity(),) * len(ranks)
+        wishes = affinity.AffinityOptions.of(given)
+        is_one = len(self.cores.within(self.allowed).nodes) < 2 and not wishes.some
+        self.why_not = "BPSFAST_NUMA is off" if not given.numa else "all CPUs are of one NUMA node" if is_one else ""
+        self.node, self.ranks = affinity.CpuAffinity(), (affinity.CpuAffinity(),) * len(ranks)
         if not self.why_not:
             mems = numa.allowed_nodes(host.tree)
-            node = plan_node(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
-            self.node = with_allowed_memory(node, mems)
+            node = affinity.plan_node(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
+            self.node = affinity.with_allowed_memory(node, mems)
             taken = self.node.cpus if self.node.alone else frozenset[int]()
-            self.ranks = tuple(with_allowed_memory(seat, mems) for seat in plan_ranks(self.cores, ranks, wishes, taken))
+            self.ranks = tuple(affinity.with_allowed_memory(each, mems)
+                               for each in affinity.plan_ranks(self.cores, ranks, wishes, taken))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as data; no CPUs mean no restriction."""
         return {
             "nodes": {str(number): format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
             "allowed": format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
-            "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
+            "node": _data(self.node), "ranks": list(map(_data, self.ranks)),
         }
 
     def text(self) -> str:
@@ -237,31 +212,28 @@ class AffinityTable:
         if self.why_not:
             return "\n".join([*lines, "", f"No process is bound: {self.why_not}."])
         rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
-        for number, seat in enumerate(self.ranks):
-            gpu = f"gpu{number}" if number < len(self._gpus) else ""
-            rows.append(self._row(f"local rank {number}", seat, gpu))
+        rows += [self._row(f"local rank {number}", bound, f"gpu{number}" if number < len(self._gpus) else "")
+                 for number, bound in enumerate(self.ranks)]
         return "\n".join([*lines, "", output.columns(rows, right=(1,))])
 
-    def _row(self, who: str, seat: CpuAffinity, device: str) -> tuple[str, ...]:
-        return (who, str(self.cores.within(seat.cpus or self.allowed).count), format_cpus(seat.cpus) or "any",
-                "any" if seat.home is None else str(seat.home), device or "-")
+    def _row(self, who: str, bound: affinity.CpuAffinity, device: str) -> tuple[str, ...]:
+        return (who, str(self.cores.within(bound.cpus or self.allowed).count), format_cpus(bound.cpus) or "any",
+                "any" if bound.home is None else str(bound.home), device or "-")
 
 
 def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> locality.NicLocality:
     if names:
-        found = nics_by_name(host, names)
+        found = locality.nics_by_name(host, names)
         if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
             raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
                               f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
         return found
-    if isinstance(host.kernel, RecordedKernel):
-        found = traffic_nics(host, given, given.node_host)
-    else:
-        from ...base.addresses import configured_host, default_route_host
-
-        found = traffic_nics(host, given, configured_host(given) or default_route_host())
-    return found if found.nodes else fastest_nics(host)
+    address = given.node_host
+    if not isinstance(host.kernel, RecordedKernel):
+        address = addresses.configured_host(given) or addresses.default_route_host()
+    found = locality.traffic_nics(host, given, address)
+    return found if found.nodes else locality.fastest_nics(host)
 
 
-def _data(seat: CpuAffinity) -> dict[str, Any]:
-    return {"cpus": format_cpus(seat.cpus), "home": seat.home}
+def _data(bound: affinity.CpuAffinity) -> dict[str, Any]:
+    return {"cpus": format_cpus(bound.cpus), "home": bound.home}

@@ -7,7 +7,6 @@ import click
 
 from ...base import exit_codes, output
 from ..trace import job_trace
-from ..trace.job_trace import Job
 from ..trace.summary import summarise
 from .options import FullHelpGroup
 
@@ -51,7 +50,7 @@ def merge(folder: Path, path: Path | None, as_json: bool) -> None:
 @click.argument("place", metavar="DIR|FILE", type=click.Path(path_type=Path))
 @output.options()
 @exit_codes.exit_on_error
-def summary(place: Path, as_json: bool, path: str | None, no_color: bool) -> None:
+def summary(place: Path, form: output.OutputOptions) -> None:
     """Summarize in five lines where the time of a step went.
 
     Reads a job's trace_dir, or the file that `bpsfast trace merge` wrote. Times are per step; computing, copying and
@@ -61,10 +60,5 @@ def summary(place: Path, as_json: bool, path: str | None, no_color: bool) -> Non
     bpsfast trace summary out
     bpsfast trace summary trace.json --json
     """
-    chosen = output.form(as_json, path, no_color)
-    found = summarise(_job(place))
-    output.show(chosen, lambda: "\n".join(found.lines()), found.data())
-
-
-def _job(place: Path) -> Job:
-    return job_trace.load(place) if place.is_dir() else job_trace.reload(place)
+    found = summarise(job_trace.load(place) if place.is_dir() else job_trace.reload(place))
+    output.show(form, lambda: "\n".join(found.lines()), found.data())

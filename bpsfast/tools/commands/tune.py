@@ -41,7 +41,7 @@ def command() -> None:
 @output.options()
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @exit_codes.exit_on_error
-def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def job(program: tuple[str, ...], form: output.OutputOptions) -> None:
     """Run PROGRAM, which starts a job, and tune partition, fusion, credit and streams while it trains.
 
     No step is wasted: the weights are bitwise those of a run without tuning. Later jobs with the same model and cluster
@@ -55,7 +55,6 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     from ...base.process_identity import folder_prefix
     from ...trainer import tuning_trials
 
-    form = output.form(as_json, path, no_color)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
         report = Path(folder) / "report.json"
         variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
@@ -76,7 +75,7 @@ def _table(result: Any) -> str:
     """Return the trials and the choice as text."""
     rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
     for point, step_s, n_steps, reason in result.trials:
-        shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
+        shown = "not possible" if step_s is None else f"{1e3 * step_s:.2f}"
         rows.append([*(f"{number:,}" for number in point), shown, str(n_steps),
                      reason + (" <- chosen" if point == result.chosen else "")])
     end = "" if result.is_over else "\nthe program ended before the search: train for 60 steps or more"
@@ -140,8 +139,8 @@ class _Numbers(click.ParamType):
 @set_option
 @output.options()
 @exit_codes.exit_on_error
-def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None, **options: Any) \
-        -> None:
+def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None,
+         form: output.OutputOptions, **options: Any) -> None:
     """Tune RDMA settings between this machine and HOSTs; without HOST, wait to be measured by another machine.
 
     Trials alternate with the current settings. Settings that are better by more than the noise are shown, and written
@@ -157,7 +156,6 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     from ..perf import control
     from ..tune import testbed
 
-    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
     device = options.pop("device")
     chosen = overrides(options.pop("assignments"), rdma_devices=f"={device}" if device else None,
                        rdma_gid_index=options.pop("gid_index"),
@@ -196,10 +194,10 @@ def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     place = control.listen_address(loaded, loaded.node_host)
     with control.listen(port, place.host) as listener:
         click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)
-        partner = TuneServer(listener, place.secret.key, loaded,
-                          lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
+        server = TuneServer(listener, place.secret.key, loaded,
+                            lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
         try:
-            partner.serve(wait_s or _LISTENER_WAIT_S)
+            server.serve(wait_s or _LISTENER_WAIT_S)
         except KeyboardInterrupt:
             sys.exit(130)
 
@@ -209,32 +207,32 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
     from ...orchestration.errors import BpsError
     from ..tune import tuning_run as report
     from ..tune.testbed import TuneTestbed
-    from ..tune.tuning_run import TuningRun, network
+    from ..tune.tuning_run import TuningRun
 
     def say(text: str) -> None:
         """Show progress on standard output, or on standard error if that holds the result."""
         click.echo(text, err=form.as_json or form.path is not None)
 
-    field = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
+    machines = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
     try:
-        session = TuningRun(field, where[0][0], loaded, options["goal"], options["budget_s"], options["timeout_s"],
-                          options["traffic_classes"], options["service_levels"], options["only"])
+        session = TuningRun(machines, where[0][0], loaded, options["goal"], options["budget_s"], options["timeout_s"],
+                            options["traffic_classes"], options["service_levels"], options["only"])
         say(report.head(session))
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
         try:
-            field.ask("end")
+            machines.ask("end")
         except BpsError as exc:  # the measurements are valid
             click.echo(f"bpsfast: {exc}: end the other side there", err=True)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; nothing was changed", err=True)
         sys.exit(130)
-    reading = network(loaded, origins)
-    change, words = _keep(outcome, origins, file)
+    reading = report.network(loaded, origins)
+    change, words = _write(outcome, origins, file)
     output.show(form, lambda: report.text(session, outcome, reading, words),
                 report.data(session, outcome, reading, change))
 
 
-def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
+def _write(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
     """Write the better settings to the profile if asked to; return the change for JSON, and as text."""
     from ...base import profile as profiles
     from ..tune.search import describe

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 from ...base.value_formats import PATH_MTUS
-from ...hardware import rdma_devices
 from ...hardware.kernel import Address, PingResult
-from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
+from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, Gid, best_gid, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
 from .facts import Facts, PeerPort
-from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, Status, advice, failed, info, passed, skipped, warned
 
 
 def gid(facts: Facts) -> Outcome:
@@ -17,20 +17,18 @@ def gid(facts: Facts) -> Outcome:
     roce = [(device, port) for device, port in facts.host.ports if port.is_roce and port.is_active]
     if not roce:
         infiniband = any(port.link_layer == "InfiniBand" for _, port in facts.usable)
-        return (passed("InfiniBand: ports are addressed by LID") if infiniband
-                else skipped("no active RoCE port" if facts.host.devices else "no RDMA device"))
+        return passed("InfiniBand: ports are addressed by LID") if infiniband else skipped("no active RoCE port")
     if facts.choice_error and "gid_index" in facts.choice_error:
         return failed(facts.choice_error, job="unset BPSFAST_RDMA_GID_INDEX   # the row is chosen by its content",
                       check="bpsfast gids")
     empty = [f"{device.name}/{port.number} ({port.netdev or 'no interface'})" for device, port in roce
              if not facts.host.gids(device.name, port)]
-    verdicts = [_judge(facts, rail) for rail in (*facts.choice.rails, *facts.choice.spare)
-                if rail.gid is not None and rail.gid.version != "IB"]
+    verdicts = [_judge(facts, rail, gid) for rail in (*facts.choice.rails, *facts.choice.spare)
+                if (gid := _roce_gid(rail)) is not None]
     if not verdicts:
         return failed(f"the GID table of {', '.join(empty)} is empty: the interface is down or has no address",
                       host="sudo ip link set IFACE up && sudo ip addr add A.B.C.D/24 dev IFACE", check="bpsfast gids")
-    against_peer = _against_peer(facts)
-    if against_peer:
+    if against_peer := _against_peer(facts):
         return against_peer
     worst = max(verdicts, key=lambda verdict: (verdict.status is Status.FAIL, verdict.status is Status.WARN))
     found = "\n".join([verdict.found for verdict in verdicts] + [f"{name}: empty GID table" for name in empty])
@@ -39,13 +37,9 @@ def gid(facts: Facts) -> Outcome:
 
 def route(facts: Facts) -> Outcome:
     """RD07: check that the route to the peer leaves through the chosen network card."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
-    if not facts.choice.rails:
-        return skipped("no port can be used")
     if facts.peer is None:
-        bare = [rail for rail in facts.choice.rails if rail.gid is not None and rail.gid.version != "IB"
-                and not _has_address(facts, rail)]
+        bare = [rail for rail in facts.choice.rails if _roce_gid(rail) is not None and not any(
+            card.ips for name, card in facts.host.netdevs.items() if name in facts.host.family(rail.netdev or ""))]
         if bare:
             return warned(f"{bare[0].netdev} ({bare[0].name}) has no IP address: peers find it by its GID alone",
                           host=f"sudo ip addr add A.B.C.D/24 dev {bare[0].netdev}")
@@ -53,7 +47,7 @@ def route(facts: Facts) -> Outcome:
     if facts.route is None:
         return failed(f"there is no route to {facts.peer_name} ({facts.peer})", check=f"ip route get {facts.peer}")
     if facts.route.local:
-        return told(f"{facts.peer_name} ({facts.peer}) is this machine itself: nodes here share memory")
+        return info(f"{facts.peer_name} ({facts.peer}) is this machine itself: nodes here share memory")
     rail = facts.choice.rails[0]
     if on_route(facts.host, rail.netdev, facts.route):
         return passed(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, the wire of {rail.name}")
@@ -77,7 +71,7 @@ def hostname(facts: Facts) -> Outcome:
                 addresses = list(map(str, facts.host.kernel.resolve(wanted)))
             except OSError as exc:
                 return failed(f"BPSFAST_NODE_HOST = {wanted}: {exc.strerror}", job="unset BPSFAST_NODE_HOST")
-        if not own & set(addresses):
+        if own.isdisjoint(addresses):
             return failed(f"BPSFAST_NODE_HOST = {wanted} is not an address of this machine, which has "
                           f"{', '.join(sorted(own)) or 'none'}",
                           job="unset BPSFAST_NODE_HOST   # the address on the route to the scheduler is used")
@@ -87,23 +81,30 @@ def hostname(facts: Facts) -> Outcome:
     except OSError:
         addresses = []
     if any(ipaddress.ip_address(each).is_loopback for each in addresses):
-        return told(f"{facts.hostname} resolves to {addresses[0]}; bpsfast tells peers the address on the route to the "
+        return info(f"{facts.hostname} resolves to {addresses[0]}; bpsfast tells peers the address on the route to the "
                     "scheduler, but gloo and torch.distributed may advertise the loopback",
                     host=f"remove the line `{addresses[0]} {facts.hostname}` from /etc/hosts")
     if not addresses:
-        return told(f"{facts.hostname} does not resolve; bpsfast does not need it, gloo and MPI do",
+        return info(f"{facts.hostname} does not resolve; bpsfast does not need it, gloo and MPI do",
                     host=f"add a line `ADDRESS {facts.hostname}` to /etc/hosts")
     return passed(f"{facts.hostname} is {', '.join(addresses)}")
 
 
-def _judge(facts: Facts, rail: Rail) -> Outcome:
-    """Return a verdict on the GID of one port."""
-    row = rail.gid
-    assert row is not None
+def _roce_gid(rail: Rail) -> Gid | None:
+    """Return the GID of a RoCE port, None on InfiniBand."""
+    return None if rail.gid is None or rail.gid.version == "IB" else rail.gid
+
+
+def _rows(facts: Facts, rail: Rail) -> Sequence[Gid]:
+    port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
+    return facts.host.gids(rail.device, port)
+
+
+def _judge(facts: Facts, rail: Rail, row: Gid) -> Outcome:
+    """Return a verdict on *row*, the GID of one port."""
     shown = f"{rail.name} GID {row.index} RoCE {row.version} {row.address}"
     pinned = facts.settings.rdma_gid_index >= 0
-    port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
-    better = rdma_devices.best_gid(facts.host.gids(rail.device, port), facts.route)
+    better = best_gid(_rows(facts, rail), facts.route)
     if pinned and better is not None and better.index != row.index and (row.version == "v1" or row.is_link_local):
         return failed(f"{shown}, by BPSFAST_RDMA_GID_INDEX ({facts.origins.get('rdma_gid_index', 'setting')}): row "
                       f"{better.index} (RoCE {better.version} {better.address}) passes routers",
@@ -122,9 +123,9 @@ def _against_peer(facts: Facts) -> Outcome | None:
     """Compare our ports with those of the peer, pair by pair; return the first mismatch, or None."""
     theirs = facts.peer_report.used if facts.peer_report else []
     for ours, other in zip(facts.choice.rails, theirs):
-        mine = ours.gid
-        if mine is None or mine.version == "IB" or other.address is None:
-            if (mine is not None and mine.version != "IB") != (other.address is not None):
+        mine = _roce_gid(ours)
+        if mine is None or other.address is None:
+            if (mine is None) != (other.address is None):
                 return failed(f"{ours.name} here and {other.name} at {facts.peer_name} have different link layers: "
                               "InfiniBand and Ethernet", job="choose ports with BPSFAST_RDMA_DEVICES")
             continue
@@ -136,16 +137,10 @@ def _against_peer(facts: Facts) -> Outcome | None:
 
 
 def _common_row(facts: Facts, rail: Rail, other: PeerPort) -> str:
-    port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
-    for row in facts.host.gids(rail.device, port):
+    for row in _rows(facts, rail):
         if other.address and row.version == other.gid_version and row.address.version == other.address.version:
             return f"BPSFAST_RDMA_GID_INDEX={row.index} on this machine"
     return "give both interfaces an IPv4 address"
-
-
-def _has_address(facts: Facts, rail: Rail) -> bool:
-    return any(facts.host.netdevs[name].ips for name in facts.host.family(rail.netdev or "")
-               if name in facts.host.netdevs)
 
 _WANTED_MTU = 9000
 #: Smallest MTU of an interface for a RoCE path MTU of 4096 bytes.
@@ -156,8 +151,6 @@ _ETHERNET_MTU = 1500
 
 def packet_size(facts: Facts) -> Outcome:
     """RD08: check that the path MTU is the largest possible and that the path to the peer carries it."""
-    if not facts.choice.rails:
-        return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
     small, shown, first = [], [], None
     for rail in (*facts.choice.rails, *facts.choice.spare):
         mtu, path_mtu = _mtus(facts, rail)
@@ -170,12 +163,10 @@ def packet_size(facts: Facts) -> Outcome:
             first = first or rail
         else:
             shown.append(words)
-    blocked = _blocked(facts)
-    if blocked:
+    if blocked := _blocked(facts):
         return Outcome(blocked.status, "\n".join([blocked.found, *small, *shown]), blocked.actions)
     if first is not None:
-        roce = first.gid is not None and first.gid.version != "IB"
-        return warned("\n".join(small + shown), **(_raise(facts, first) if roce else {
+        return warned("\n".join(small + shown), **(_raise(facts, first) if _roce_gid(first) else {
             "switch": "the subnet manager's partition sets the MTU: mtu=5 in opensm's partitions.conf (4096 bytes)"}))
     return passed("\n".join(shown))
 
@@ -184,8 +175,7 @@ def _mtus(facts: Facts, rail: Rail) -> tuple[int, int]:
     """Return the MTU of a port's interface and the port's path MTU in bytes, 0 if unknown."""
     card = facts.host.netdevs.get(rail.netdev or "")
     mtu = card.mtu if card else 0
-    fits = roce_mtu(mtu) if mtu and rail.gid is not None and rail.gid.version != "IB" else 0
-    return mtu, facts.path_mtus.get(rail.name, 0) or fits
+    return mtu, facts.path_mtus.get(rail.name, 0) or (roce_mtu(mtu) if mtu and _roce_gid(rail) else 0)
 
 
 def _peer_mtu(facts: Facts, rail: Rail) -> int:
@@ -199,10 +189,9 @@ def _peer_mtu(facts: Facts, rail: Rail) -> int:
 
 
 def _raise(facts: Facts, rail: Rail) -> dict[str, str]:
-    virtual = all(device.driver in ("rxe", "siw") for device, _ in facts.usable)
     actions = {"host": f"sudo ip link set {rail.netdev} mtu {_WANTED_MTU}   # on both machines, lasting: in netplan, "
                        "NetworkManager or ifcfg"}
-    if not virtual:
+    if not facts.is_software:
         actions["switch"] = f"mtu 9216 on all ports of that network ({_ENOUGH_MTU} is the least for 4096)"
     if facts.peer is not None:
         actions["check"] = f"ping -M do -s {_WANTED_MTU - 28} {facts.peer}"
@@ -257,13 +246,13 @@ CHECKS = (
           "NVIDIA/nccl#426, #769 and #1131, NVIDIA/nccl-tests#185 and #227", gid,
           advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # adds the rows that RoCE v2 needs",
                  job="BPSFAST_RDMA_GID_INDEX=3   # only if the choice by content is wrong",
-                 check="bpsfast gids --peer HOST")),
+                 check="bpsfast gids --peer HOST"), "device"),
     Check("RD07", "route", Severity.BLOCKS,
           ("RDMA_CM_EVENT_ADDR_ERROR", "connects over the wrong network"),
           "The address that was given belongs to another interface than the RDMA card.",
           "Traffic takes the slow network, or none.", "bytedance/byteps#365, #394 and #397", route,
           advice(host="give the peer's address on the card's own network", job="BPSFAST_RDMA_DEVICES==mlx5_1:1",
-                 check="ip route get PEER; bpsfast devices --peer PEER")),
+                 check="ip route get PEER; bpsfast devices --peer PEER"), "port"),
     Check("RD18", "own name", Severity.SLOW,
           ("a peer tries to connect to 127.0.0.1", "gloo: connect 127.0.1.1: Connection refused"),
           "The host name resolves to a loopback address, which some libraries then advertise.",
@@ -278,5 +267,5 @@ CHECKS = (
           "More packets per message (slow), or none of the large ones arrive.", "tensorflow PR#9432", packet_size,
           advice(host=f"sudo ip link set IFACE mtu {_WANTED_MTU}   # on all machines",
                  switch=f"mtu 9216 on all ports of that network ({_ENOUGH_MTU} is the least for a path MTU of 4096)",
-                 check="ping -M do -s 8972 PEER")),
+                 check="ping -M do -s 8972 PEER"), "port"),
 )

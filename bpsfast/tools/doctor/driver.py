@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...hardware.interfaces import Netdev
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 #: driver of a network card -> the kernel module that provides its RDMA device
 _MODULES = {"mlx5_core": "mlx5_ib", "mlx4_en": "mlx4_ib", "mlx4_core": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma",
@@ -17,7 +17,6 @@ _KINDS = {
     "erdma": "Alibaba eRDMA: connections by rdma_cm only; bpsfast uses TCP",
     "irdma": "Intel E810 or X722: iWARP or RoCE v2 by choice; bpsfast needs RoCE v2",
 }
-_NO_DEVICE = "no RDMA device"
 
 
 def provider(facts: Facts) -> Outcome:
@@ -41,11 +40,8 @@ def provider(facts: Facts) -> Outcome:
 
 def device_nodes(facts: Facts) -> Outcome:
     """RD04: check that the device files exist and can be opened."""
-    devices = facts.host.devices
-    if not devices:
-        return skipped(_NO_DEVICE)
     wrong, names = [], []
-    for device in devices:
+    for device in facts.host.devices:
         if device.uverbs is None:
             wrong.append(f"{device.name} has no uverbs device: the module ib_uverbs is not loaded")
             continue
@@ -72,25 +68,20 @@ def device_nodes(facts: Facts) -> Outcome:
 
 def kind(facts: Facts) -> Outcome:
     """RD15: check that the devices support reliable connections."""
-    if not facts.host.devices:
-        return skipped(_NO_DEVICE)
     special: dict[str, list[str]] = {}
     for device in facts.host.devices:
         if device.driver in _KINDS:
             special.setdefault(_KINDS[device.driver], []).append(device.name)
     if special:
-        return told("\n".join(f"{', '.join(names)}: {words}" for words, names in special.items()))
-    return passed(", ".join(f"{device.name} ({device.driver}"
-                            f"{', firmware ' + device.firmware if device.firmware else ''})"
-                            for device in facts.host.devices))
+        return info("\n".join(f"{', '.join(names)}: {words}" for words, names in special.items()))
+    return passed(", ".join(
+        f"{device.name} ({device.driver}{', firmware ' + device.firmware if device.firmware else ''})"
+        for device in facts.host.devices))
 
 
 def usability(facts: Facts) -> Outcome:
     """RD16: check that every listed port can be used, and give the reason for each one that cannot."""
-    if not facts.host.devices:
-        return skipped(_NO_DEVICE)
-    opened = facts.verbs.devices if facts.verbs else {}
-    broken = {name: each.error for name, each in opened.items() if each.error}
+    broken = {name: each.error for name, each in facts.opened.items() if each.error}
     names = [f"{device.name}/{port.number}" for device, port in facts.usable if device.name not in broken]
     reasons = "; ".join(f"{name}: {reason}" for name, reason in (broken | facts.choice.rejected).items())
     if broken:
@@ -98,7 +89,7 @@ def usability(facts: Facts) -> Outcome:
     if not names:
         return warned(f"no port can be used: {reasons}")
     usable = f"{', '.join(names)} can be used"
-    return told(f"{usable}; not: {reasons}") if reasons else passed(usable)
+    return info(f"{usable}; not: {reasons}") if reasons else passed(usable)
 
 
 CHECKS = (
@@ -119,18 +110,18 @@ CHECKS = (
           "Mellanox/k8s-rdma-shared-dev-plugin#93, apache/brpc#2298", device_nodes,
           advice(docker="docker run --device=/dev/infiniband/uverbs0 --device=/dev/infiniband/rdma_cm ...",
                  k8s="run an RDMA device plugin and ask for its resource in the pod",
-                 check="ls -l /dev/infiniband")),
+                 check="ls -l /dev/infiniband"), "device"),
     Check("RD15", "kind of device", Severity.INFORMS,
           ("100 Gbit/s on AWS, but no RC queue pairs", "ibv_create_qp: Operation not supported"),
           "EFA, eRDMA, iWARP and Soft-RoCE are RDMA devices without the features that this transport needs.",
           "The job runs over TCP; on EFA that is what the machine's Ethernet gives.",
           "bytedance/byteps#391, NVIDIA/nccl#622, openucx/ucx#9207", kind,
-          advice(check="bpsfast devices")),
+          advice(check="bpsfast devices"), "device"),
     Check("RD16", "usable ports", Severity.SLOW,
           ("fi_getinfo: -61 (No data available)", "a provider is listed, but nothing works"),
           "A listed device cannot always be opened and connected.",
           "Error numbers explain little; this check gives the reason for every unused port.",
-          "ofiwg/libfabric#5149, #9649 and #9807", usability, advice(check="bpsfast devices")),
+          "ofiwg/libfabric#5149, #9649 and #9807", usability, advice(check="bpsfast devices"), "device"),
 )
 
 
@@ -148,7 +139,7 @@ def _without_device(facts: Facts) -> Outcome:
                       **facts.variants(f"sudo modprobe -a {modules}", f"on the host: modprobe -a {modules}",
                                        f"on the node: modprobe -a {modules}"), check="bpsfast devices")
     cards = ", ".join(f"{card.name} ({card.driver})" for card in facts.host.netdevs.values() if card.is_card)
-    return told(f"no RDMA device here, so the transport is tcp; network cards: {cards or 'none'}")
+    return info(f"no RDMA device here, so the transport is tcp; network cards: {cards or 'none'}")
 
 
 def _in_image(facts: Facts) -> str:

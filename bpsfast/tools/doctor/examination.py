@@ -11,7 +11,7 @@ import click
 from ..._version import __version__
 from . import addressing, driver, fabric, hardware, memory, transports
 from .facts import Facts
-from .finding import Check, Finding, Outcome, Status, advice
+from .finding import Check, Finding, Outcome, Status, advice, skipped
 
 CHECKS: tuple[Check, ...] = tuple(sorted(
     (check for module in (addressing, driver, fabric, hardware, memory, transports) for check in module.CHECKS),
@@ -38,9 +38,16 @@ def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:
     return 0 if facts.capable else 3
 
 
+def lacking(check: Check, facts: Facts) -> Outcome | None:
+    """Return the outcome of a check that lacks what it needs, None if it can run."""
+    if check.needs and not facts.host.devices:
+        return skipped("no RDMA device")
+    return skipped("no port can be used") if check.needs == "port" and not facts.choice.rails else None
+
+
 def _run(check: Check, facts: Facts) -> Outcome:
     try:
-        return check.run(facts)
+        return lacking(check, facts) or check.run(facts)
     except Exception as exc:  # an unforeseen machine must not hide the findings of the other checks
         place = traceback.extract_tb(exc.__traceback__)[-1]
         return Outcome(Status.WARN, f"the check itself failed: {type(exc).__name__}: {exc} "
@@ -52,10 +59,7 @@ _TITLE_WIDTH = 20
 
 
 def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) -> str:
-    """Return the report as text with colors (click strips them without a terminal).
-
-    Lines are at most *width* wide, except commands to type.
-    """
+    """Return the report as colored text; its lines are at most *width* wide, except commands to type."""
     lines = _wrapped("", head(facts), width)
     for finding in findings:
         status = click.style(finding.status.value, fg=_COLOURS[finding.status])
@@ -77,15 +81,13 @@ def _wrapped(start: str, words: str, width: int | None) -> list[str]:
     indent = len(click.unstyle(start))
     if width is None or width < indent + 30:
         return [start + words]
-    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False,
-                                 drop_whitespace=True) or [""]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
     return [start + first, *(" " * indent + line for line in more)]
 
 
 def head(facts: Facts) -> str:
     """Return the line that says which machine was examined."""
-    place = f", in a {facts.container} container" if facts.container not in ("", "container") else (
-        ", in a container" if facts.container else "")
+    place = f", in a {facts.container} container".replace("container container", "container") if facts.container else ""
     peer = f"   peer {facts.peer_name}" if facts.peer is not None else ""
     return (f"bpsfast doctor {__version__}   host {facts.hostname}   kernel {facts.kernel_release}   user {facts.user} "
             f"(uid {facts.uid}{place}){peer}")
@@ -97,11 +99,10 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     stops = blocking(findings)
     if not bad:
         words = "No problem found." if facts.capable else "No problem found, but there is no RDMA device."
+    elif len(bad) == 1:
+        words = f"1 problem, it {'blocks' if stops else 'does not block'} RDMA."
     else:
-        blocks = {0: "none of them blocks RDMA", 1: "1 of them blocks RDMA"}.get(
-            len(stops), f"{len(stops)} of them block RDMA")
-        words = (f"1 problem, it {'blocks' if stops else 'does not block'} RDMA." if len(bad) == 1
-                 else f"{len(bad)} problems, {blocks}.")
+        words = f"{len(bad)} problems, {len(stops) or 'none'} of them block{'' if len(stops) > 1 else 's'} RDMA."
     return f"{words} Transport that would be used now: {transport(facts, findings)}"
 
 

@@ -9,7 +9,7 @@ from ...hardware.nic_counters import CounterDelta, CounterMeaning, CounterSnapsh
 from ...hardware.rdma_devices import Port, RdmaDevice
 from ...hardware.rdma_route import Rail
 from .facts import Facts, PeerPort
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 _PING_NBYTES = 64
 _OPEN_PORTS = "TCP: the scheduler's port and ports above 1024 between all nodes; UDP 4791 (RoCE v2) between all cards"
@@ -18,7 +18,7 @@ _OPEN_PORTS = "TCP: the scheduler's port and ports above 1024 between all nodes;
 def port_state(facts: Facts) -> Outcome:
     """RD13: check that the ports are up."""
     if not facts.host.ports:
-        return skipped("no RDMA device" if not facts.host.devices else "the device has no ports")
+        return skipped("the device has no ports")
     down = [(device, port) for device, port in facts.host.ports if not port.is_active]
     shown = "\n".join(_shown(device, port) for device, port in facts.host.ports)
     if not down:
@@ -29,13 +29,11 @@ def port_state(facts: Facts) -> Outcome:
         return failed(f"{shown}\nno port is ACTIVE: {'; '.join(sorted(causes))}", **actions)
     named = {rail.name for rail in facts.choice.rails}
     wanted = facts.settings.rdma_devices and any(f"{device.name}/{port.number}" not in named for device, port in down)
-    return (warned if wanted else told)(f"{shown}\n{'; '.join(sorted(causes))}", **actions)
+    return (warned if wanted else info)(f"{shown}\n{'; '.join(sorted(causes))}", **actions)
 
 
 def rails(facts: Facts) -> Outcome:
     """RD06: check that each of our ports reaches its counterpart and the other ports of the peer."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
     if facts.peer_report is None:
         return skipped(facts.peer_silence or "needs --peer HOST, with `bpsfast doctor --listen` running there")
     ours, theirs = facts.choice.rails, facts.peer_report.used
@@ -63,25 +61,22 @@ def rails(facts: Facts) -> Outcome:
         return failed(f"no answer over {pairs}: the ports of one position are not on one network",
                       job="set BPSFAST_RDMA_DEVICES so that position by position the ports share a network")
     if not all(reached.values()):
-        return told(f"rail-only network: each of {_names(ours)} reaches its counterpart only; bpsfast sends so",
+        return info(f"rail-only network: each of {_names(ours)} reaches its counterpart only; bpsfast sends so",
                     job="keep BPSFAST_RDMA_DEVICES in the same order everywhere (for NCCL: NCCL_CROSS_NIC=0)")
     return passed(f"each of {_names(ours)} reaches each of {_names(theirs)}")
 
 
 def filters(facts: Facts) -> Outcome:
     """RD14: check that no filter blocks RDMA between the machines, and that rdma_cm is available."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
     cm = facts.host.tree.exists("dev/infiniband/rdma_cm")
     local = "/dev/infiniband/rdma_cm is there" if cm else (
         "no /dev/infiniband/rdma_cm: bpsfast does not need it, perftest -R and UCX do")
     load = {} if cm else facts.variants("sudo modprobe rdma_ucm", "docker run --device=/dev/infiniband/rdma_cm ...",
                                         "on the node: modprobe rdma_ucm")
+    if facts.peer_report is None and facts.peer_silence:
+        return warned(f"{local}; {facts.peer_silence}", peer="bpsfast doctor --listen", **load)
     if facts.peer_report is None:
-        silence = f"; {facts.peer_silence}" if facts.peer_silence else "; the way to a peer needs --peer HOST"
-        if facts.peer_silence:
-            return warned(local + silence, peer="bpsfast doctor --listen", **load)
-        return (passed if cm else told)(local + silence, **load)
+        return (passed if cm else info)(f"{local}; the way to a peer needs --peer HOST", **load)
     if facts.peer_report.reached not in ("", "open"):
         return failed(f"{facts.peer_name} is reachable, but cannot connect back to this machine: "
                       f"{facts.peer_report.reached}", host=f"open in the firewall: {_OPEN_PORTS}")
@@ -92,7 +87,7 @@ def filters(facts: Facts) -> Outcome:
                             "nothing")
     proven = "; a queue pair to it carried data and was acknowledged" if facts.trial_error == "" else ""
     ways = "to and from" if facts.peer_report.reached else "to"  # without a key a doctor connects to no asker
-    return (passed if cm else told)(f"TCP {ways} {facts.peer_name} works{proven}; {local}", **load)
+    return (passed if cm else info)(f"TCP {ways} {facts.peer_name} works{proven}; {local}", **load)
 
 
 def _shown(device: RdmaDevice, port: Port) -> str:
@@ -169,16 +164,13 @@ class FlowControl:
 
 def loss(facts: Facts) -> Outcome:
     """RD09: check that no packets were lost, and that the network is set up to prevent loss."""
-    ports = facts.usable
-    if not ports:
-        return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
-    if all(device.driver in ("rxe", "siw") for device, _ in ports):
+    if facts.is_software:
         return skipped("the device is software and has no flow control")
     lines, lossy, unprotected = [], [], []
-    for device, port in ports:
-        counted = _counted(facts, device, port)
-        if counted is not None:
-            bad = _troubles(counted)
+    for device, port in facts.usable:
+        now = snapshot(facts.host.tree, device.name, port.number, netdev=port.netdev, kernel=facts.host.kernel)
+        if now.values:
+            bad = _troubles(difference(CounterSnapshot(device.name, port.number, 0.0, 0.0, {}), now))
             lines.append(f"{device.name}/{port.number} since its driver was loaded: "
                          + ("; ".join(bad) if bad else "nothing lost"))
             lossy += [port] if bad else []
@@ -197,7 +189,7 @@ def loss(facts: Facts) -> Outcome:
         return warned(found, **(_congestion_remedy(netdev) if netdev else {
             "host": "check cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
     if unprotected:
-        return told(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
+        return info(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
                     **_congestion_remedy(netdev))
     return passed(found)
 
@@ -206,21 +198,16 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
     """Read flow control: DCB over netlink, mlx5's /sys/class/net/IFACE/ecn and, for root, mlx5's debugfs."""
     tree, netdev = facts.host.tree, port.netdev or ""
     ecn = f"sys/class/net/{netdev}/ecn"
-    parameters = {name: value for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")
-                  if (value := tree.number(ecn, "roce_np", name)) is not None}
-    address = device.pcie.address if device.pcie else ""
-    for name in ("np_cnp_dscp", "np_cnp_prio", "np_cnp_prio_mode", "np_min_time_between_cnps"):
-        value = tree.number("sys/kernel/debug/mlx5", address, "cc_params", name) if address else None
-        if value is not None:
-            parameters.setdefault(name.removeprefix("np_"), value)
+    places = [(name, (ecn, "roce_np", name)) for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")]
+    if device.pcie and device.pcie.address:
+        places += [(name, ("sys/kernel/debug/mlx5", device.pcie.address, "cc_params", f"np_{name}"))
+                   for name in ("cnp_dscp", "cnp_prio", "cnp_prio_mode", "min_time_between_cnps")]
+    parameters: dict[str, int] = {}
+    for name, place in places:
+        if (value := tree.number(*place)) is not None:
+            parameters.setdefault(name, value)
     return FlowControl(facts.host.kernel.pause_priorities(netdev), _enabled(facts, f"{ecn}/roce_np/enable"),
                        _enabled(facts, f"{ecn}/roce_rp/enable"), parameters)
-
-
-def _counted(facts: Facts, device: RdmaDevice, port: Port) -> CounterDelta | None:
-    """Return the counters since the driver was loaded, None if there are none."""
-    now = snapshot(facts.host.tree, device.name, port.number, netdev=port.netdev, kernel=facts.host.kernel)
-    return difference(CounterSnapshot(device.name, port.number, 0.0, 0.0, {}), now) if now.values else None
 
 
 def _troubles(counted: CounterDelta) -> list[str]:
@@ -263,20 +250,21 @@ CHECKS = (
           ("only some pairs of ranks fail to connect", "works with one NIC, hangs with all"),
           "Card k of one machine reaches only card k of another (rail-only fabric), or cards are numbered otherwise.",
           "Pairs of ports that do not share a network cannot connect.", "NVIDIA/nccl#2013", rails,
-          advice(job="BPSFAST_RDMA_DEVICES in the same order on all machines", check="bpsfast doctor --peer HOST")),
+          advice(job="BPSFAST_RDMA_DEVICES in the same order on all machines", check="bpsfast doctor --peer HOST"),
+          "device"),
     Check("RD13", "port state", Severity.BLOCKS,
           ("PORT_DOWN", "PORT_INIT", "phys_state: POLLING"),
           "The cable or the switch's port is off; the interface is down; on InfiniBand no subnet manager runs.",
           "A port that is not ACTIVE carries no data.", "the documentation of ibv_devinfo", port_state,
           advice(host="sudo ip link set IFACE up; InfiniBand: sudo systemctl start opensm   # on one machine",
                  switch="check that the port is enabled and the cable has the right kind and rate",
-                 check="bpsfast devices")),
+                 check="bpsfast devices"), "device"),
     Check("RD14", "filters", Severity.BLOCKS,
           ("works without -R, fails with it", "rdma_create_event_channel: No such device",
            "TCP connects, RDMA times out"),
           "A firewall drops UDP 4791 (RoCE v2) or the TCP ports; or the module rdma_ucm is not loaded.",
           "Queue pairs connect formally, but every packet is lost.", "linux-rdma/perftest#132", filters,
-          advice(host=f"open in the firewall: {_OPEN_PORTS}", check="bpsfast doctor --peer HOST")),
+          advice(host=f"open in the firewall: {_OPEN_PORTS}", check="bpsfast doctor --peer HOST"), "device"),
     Check("RD09", "loss and congestion", Severity.SLOW,
           ("throughput falls to 0.x GB/s", "transport retry count exceeded", "local_ack_timeout_err grows"),
           "RoCE on a network without PFC and ECN, or with a traffic class that they do not cover.",
@@ -285,5 +273,5 @@ CHECKS = (
           advice(host=f"sudo dcb pfc set dev IFACE prio-pfc all:off {_PRIORITY}:on   # or: mlnx_qos -i IFACE "
                       "--pfc 0,0,0,1,0,0,0,0 --trust dscp",
                  switch=_SWITCH, job="give RoCE the class that the network protects (DSCP 26: traffic class 106)",
-                 check="ethtool -S IFACE | grep -E 'pause|discard'")),
+                 check="ethtool -S IFACE | grep -E 'pause|discard'"), "port"),
 )

@@ -14,8 +14,8 @@ import msgspec
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.kernel import Address, Route
-from ...hardware.rdma_devices import Gid, Port, RdmaDevice, roce_mtu
-from ...hardware.rdma_route import RailChoice, choose, incapable
+from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
+from ...hardware.rdma_route import Rail, RailChoice, choose, incapable
 from ...hardware.verbs import provider as find_provider
 from ...orchestration.errors import ConfigError
 
@@ -63,18 +63,17 @@ def describe_ports(host: Host, choice: RailChoice, path_mtus: dict[str, int]) ->
     """Return the ports that *choice* uses and its spare ones; *path_mtus* are those that libibverbs reports."""
     ports = {f"{device.name}/{port.number}": (device, port) for device, port in host.ports}
 
-    def told(name: str, gid: Gid | None, netdev: str | None) -> PeerPort:
-        device, port = ports[name]
-        card = host.netdevs.get(netdev or "")
+    def described(rail: Rail) -> PeerPort:
+        device, port = ports[rail.name]
+        card = host.netdevs.get(rail.netdev or "")
         mtu = card.mtu if card else 0
         return PeerPort(
-            name=name, link_layer=port.link_layer, driver=device.driver, netdev=netdev or "", mtu=mtu,
-            path_mtu=path_mtus.get(name) or (roce_mtu(mtu) if port.is_roce and mtu else 0),
+            name=rail.name, link_layer=port.link_layer, driver=device.driver, netdev=rail.netdev or "", mtu=mtu,
+            path_mtu=path_mtus.get(rail.name) or (roce_mtu(mtu) if port.is_roce and mtu else 0),
             rate_gbps=port.rate_gbps or 0.0, lid=port.lid,
-            gid=str(gid.address) if gid else "", gid_version=gid.version if gid else "")
+            gid=str(rail.gid.address) if rail.gid else "", gid_version=rail.gid.version if rail.gid else "")
 
-    return ([told(rail.name, rail.gid, rail.netdev) for rail in choice.rails],
-            [told(rail.name, rail.gid, rail.netdev) for rail in choice.spare])
+    return list(map(described, choice.rails)), list(map(described, choice.spare))
 
 #: Sizes of test registrations in bytes; the usual default limits (64 KiB, 8 MiB) lie between them.
 TRIALS = (1 << 20, 16 << 20, 64 << 20)
@@ -116,13 +115,7 @@ def ask_verbs(provider: str = "native") -> VerbsReport:
 
 
 def recorded_verbs(answer: Any) -> VerbsReport | None:
-    """Return the report of a recorded machine, None if it has none.
-
-    Raises
-    ------
-    ConfigError
-        *answer* is not such a report.
-    """
+    """Return the report of a recorded machine, None if it has none; raise `ConfigError` if *answer* is not one."""
     if answer is None:
         return None
     try:
@@ -184,14 +177,8 @@ class CacheLineLatency:
 class Facts:
     """Everything a check may use. Each fact is computed on first use. One thread.
 
-    Parameters
-    ----------
-    verbs
-        The report of libibverbs; None on a recorded machine without one.
-    peer
-        Name and address of the other machine, if the user gave one.
-    timeout_s
-        Longest wait for a ping to the peer.
+    *verbs* is the report of libibverbs, None on a recorded machine without one; *peer* the name and address of the
+    other machine, if the user gave one; *timeout_s* the longest wait for a ping to it.
     """
 
     def __init__(self, host: Host, settings: Settings, origins: dict[str, str], verbs: VerbsReport | None = None,
@@ -206,7 +193,7 @@ class Facts:
         #: report of the peer's doctor; None if it was not asked, or if `peer_silence` says why it did not answer
         self.peer_report: PeerReport | None = None
         self.peer_silence = ""
-        #: result of a queue pair to the peer: "" it carried data, None it was not tried, else the reason of its failure
+        #: result of a queue pair to the peer: "" it carried data, None it was not tested, else why it failed
         self.trial_error: str | None = None
         #: cache line latency between cores that share a cache; None: not measured
         self.cache_latency: CacheLineLatency | None = None
@@ -216,11 +203,10 @@ class Facts:
     @cached_property
     def choice(self) -> RailChoice:
         """The ports that would be used; settings that contradict the machine are ignored."""
-        try:
-            return choose(self.host, devices=self.settings.rdma_devices, gid_index=self.settings.rdma_gid_index,
-                          peer=self.peer)
-        except ConfigError:
+        if self.choice_error:
             return choose(self.host, peer=self.peer)
+        return choose(self.host, devices=self.settings.rdma_devices, gid_index=self.settings.rdma_gid_index,
+                      peer=self.peer)
 
     @cached_property
     def choice_error(self) -> str:
@@ -243,19 +229,22 @@ class Facts:
         return [(device, port) for device, port in self.host.ports if f"{device.name}/{port.number}" in names]
 
     @cached_property
-    def used(self) -> list[tuple[RdmaDevice, Port]]:
-        """The ports that would be used."""
-        names = {rail.name for rail in self.choice.rails}
-        return [each for each in self.usable if f"{each[0].name}/{each[1].number}" in names]
+    def is_software(self) -> bool:
+        """Whether the kernel emulates all usable devices."""
+        return all(device.driver in ("rxe", "siw") for device, _ in self.usable)
 
     @cached_property
     def path_mtus(self) -> dict[str, int]:
         """The path MTU in bytes that each port uses, by "device/port", as far as libibverbs reports it."""
-        opened = self.verbs.devices if self.verbs else {}
-        return {f"{name}/{number}": port["active_mtu"] for name, each in opened.items()
+        return {f"{name}/{number}": port["active_mtu"] for name, each in self.opened.items()
                 for number, port in each.ports.items() if port.get("active_mtu")}
 
-    @cached_property
+    @property
+    def opened(self) -> dict[str, OpenedDevice]:
+        """The devices that libibverbs lists, by name."""
+        return self.verbs.devices if self.verbs else {}
+
+    @property
     def route(self) -> Route | None:
         """The route to the peer; None if there is none."""
         return self.choice.route
@@ -289,7 +278,7 @@ class Facts:
     @cached_property
     def uid(self) -> int:
         """The effective user id."""
-        words = self._status("Uid").split()
+        words = self.host.tree.fields("proc/self/status").get("Uid", "").split()
         return int(words[1]) if len(words) > 1 else -1
 
     @cached_property
@@ -315,7 +304,7 @@ class Facts:
         return next((name for word, name in (("kubepods", "kubernetes"), ("docker", "docker"), ("libpod", "podman"),
                                              ("containerd", "container"), ("lxc", "container")) if word in groups), "")
 
-    @cached_property
+    @property
     def in_slurm(self) -> bool:
         """Whether this process runs under SLURM."""
         return "SLURM_JOB_ID" in self.host.kernel.environ
@@ -351,7 +340,8 @@ class Facts:
     @cached_property
     def can_lock_memory(self) -> bool:
         """Whether CAP_IPC_LOCK lifts the limit: it is effective, and in the initial user namespace."""
-        effective = int(self._status("CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1
+        capabilities = self.host.tree.fields("proc/self/status").get("CapEff") or "0"
+        effective = int(capabilities, 16) >> _CAP_IPC_LOCK & 1
         words = (self.host.tree.text("proc/self/uid_map") or "0 0 4294967295").split()
         return bool(effective) and words[:3] == ["0", "0", "4294967295"]
 
@@ -367,14 +357,6 @@ class Facts:
         words = [word for key in ("ID", "ID_LIKE") for word in release.get(key, "").strip('"').split()]
         return next((command for word in words for name, command in _PACKAGES.items() if name in word),
                     "install libibverbs and the rdma-core package of your distribution")
-
-    def _status(self, name: str) -> str:
-        """Return one field of /proc/self/status."""
-        for line in (self.host.tree.text("proc/self/status") or "").splitlines():
-            field, _, value = line.partition(":")
-            if field == name:
-                return value.strip()
-        return ""
 
 
 def _limit(word: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from .facts import Facts
 
@@ -53,7 +54,7 @@ class Check:
 
     `symptoms` are texts that users paste; `cause` is the cause behind them; `why` is the effect if nothing is done;
     `seen` names public reports; `advice` has commands for any machine, with names in capitals to fill in (the actions
-    of an outcome are for this machine).
+    of an outcome are for this machine). Without what it `needs`, an RDMA "device" or a usable "port", it is skipped.
     """
 
     code: str
@@ -65,6 +66,7 @@ class Check:
     seen: str
     run: Callable[[Facts], Outcome]
     advice: tuple[Action, ...] = ()
+    needs: Literal["", "device", "port"] = ""
 
 
 @dataclass(frozen=True)
@@ -80,31 +82,16 @@ class Finding:
         return self.outcome.status
 
 
-def passed(found: str) -> Outcome:
-    """Return the outcome of a check that passed."""
-    return Outcome(Status.PASS, found)
-
-
-def skipped(reason: str) -> Outcome:
-    """Return the outcome of a check that could not run, and why."""
-    return Outcome(Status.SKIP, reason)
-
-
-def told(found: str, **actions: str) -> Outcome:
-    """Return an outcome for information; *actions* are commands by where to type them."""
-    return Outcome(Status.INFO, found, advice(**actions))
-
-
-def warned(found: str, **actions: str) -> Outcome:
-    """Return the outcome of something slow or fragile."""
-    return Outcome(Status.WARN, found, advice(**actions))
-
-
-def failed(found: str, **actions: str) -> Outcome:
-    """Return the outcome of something that prevents RDMA."""
-    return Outcome(Status.FAIL, found, advice(**actions))
-
-
 def advice(**commands: str) -> tuple[Action, ...]:
     """Return actions from commands by where to type them."""
     return tuple(Action(where, command) for where, command in commands.items() if command)
+
+
+def _outcome(status: Status) -> Callable[..., Outcome]:
+    return lambda found, **actions: Outcome(status, found, advice(**actions))
+
+
+#: Functions that return the outcome of a check from what was found (or why it cannot run) and, by where to type them,
+#: commands: it passed, was skipped, informs (`info`), found something slow or fragile, or something that prevents RDMA.
+passed, skipped, info, warned, failed = map(
+    _outcome, (Status.PASS, Status.SKIP, Status.INFO, Status.WARN, Status.FAIL))

@@ -17,24 +17,24 @@ _PAYLOAD = 0.88
 
 def place(facts: Facts) -> Outcome:
     """RD11: check that the network card can run at its port's rate from this process."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
     cards = [device for device in facts.host.devices if device.pcie is not None or device.numa_node is not None]
     if not cards:
         return skipped("no RDMA device is a PCIe card")
-    used = {device.name for device, _ in facts.used}
-    narrow = [words for device in cards if (words := _narrow(device))]
-    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # there is only one NUMA node
-    far = [device for device in cards if device.name in used and device.numa_node in with_cpus - facts.host.own_numa]
-    lines = narrow + [f"{device.name} is on NUMA node {device.numa_node}, this process runs on "
-                      f"{_listed(facts.host.own_numa)}" for device in far]
+    used = {rail.device for rail in facts.choice.rails}
+    narrow = [(device, words) for device in cards if (words := _narrow(device))]
+    remote = facts.host.numa.keys() - facts.host.own_numa
+    far = [device for device in cards if device.name in used and device.numa_node in remote
+           and facts.host.numa[device.numa_node].cpus]
+    own = "node " + ", ".join(map(str, sorted(facts.host.own_numa))) if facts.host.own_numa else "none known"
+    lines = [words for _, words in narrow]
+    lines += [f"{device.name} is on NUMA node {device.numa_node}, this process runs on {own}" for device in far]
     if not lines:
         return passed("\n".join(map(_shown, cards)))
     actions = {}
     if far:
         actions["job"] = f"numactl --cpunodebind={far[0].numa_node} --membind={far[0].numa_node} bpsfast run ..."
     if narrow:
-        address = next(device.pcie.address for device in cards if device.pcie and _narrow(device))
+        address = next(device.pcie.address for device, _ in narrow if device.pcie)
         actions["host"] = "move the card to a slot with all lanes, or check bifurcation in the BIOS"
         actions["check"] = f"sudo lspci -vv -s {address} | grep -E 'LnkCap|LnkSta'"
     if _translates(facts):
@@ -67,14 +67,10 @@ def _shown(device: RdmaDevice) -> str:
     return f"{device.name}{link}{node}"
 
 
-def _listed(nodes: frozenset[int]) -> str:
-    return "node " + ", ".join(map(str, sorted(nodes))) if nodes else "none known"
-
-
 def _translates(facts: Facts) -> bool:
+    """Tell whether the IOMMU translates addresses of cards."""
     words = (facts.host.tree.text("proc/cmdline") or "").split()
-    return bool(facts.host.tree.names("sys/kernel/iommu_groups")) and "iommu=pt" not in words \
-        and "iommu.passthrough=1" not in words
+    return bool(facts.host.tree.names("sys/kernel/iommu_groups")) and not {"iommu=pt", "iommu.passthrough=1"} & {*words}
 
 #: A line takes 20 to 80 ns within a shared cache, and 100 or more between chiplets or sockets.
 _MOST_NS = 100.0
@@ -110,7 +106,8 @@ def differ(first_ns: float, second_ns: float) -> bool:
 def sharers(host: Host, usable: frozenset[int]) -> list[int]:
     """Return one CPU of each core in the largest subset of *usable* that shares the last level of cache, or []."""
     groups = dict.fromkeys(parse_cpus(_last_cache(host, cpu, "shared_cpu_list")) & usable for cpu in sorted(usable))
-    return max((_cores(host, cpus) for cpus in groups), key=len, default=[])
+    return max((sorted({min(siblings(host.tree, cpu) & cpus, default=cpu) for cpu in cpus}) for cpus in groups),
+               key=len, default=[])
 
 
 def shared_cache(facts: Facts) -> Outcome:
@@ -131,11 +128,6 @@ def shared_cache(facts: Facts) -> Outcome:
                   check="bpsfast doctor   # again in a minute: where CPUs are not pinned it changes")
 
 
-def _cores(host: Host, cpus: frozenset[int]) -> list[int]:
-    """Return the first CPU of each core of *cpus*."""
-    return sorted({min(siblings(host.tree, cpu) & cpus, default=cpu) for cpu in cpus})
-
-
 def _last_cache(host: Host, cpu: int, name: str) -> str:
     """Return a property of the largest cache of *cpu* from sysfs; "" if there is none."""
     place = f"sys/devices/system/cpu/cpu{cpu}/cache"
@@ -152,7 +144,7 @@ CHECKS = (
           "bytedance/byteps#250, NVIDIA/nccl#2409", place,
           advice(job="numactl --cpunodebind=N --membind=N bpsfast run ...",
                  kernel="iommu=pt; for GPU peers also ACS off on the bridges (see the GPU vendor's guide)",
-                 check="bpsfast devices; sudo lspci -vv -s ADDRESS | grep -E 'LnkCap|LnkSta'")),
+                 check="bpsfast devices; sudo lspci -vv -s ADDRESS | grep -E 'LnkCap|LnkSta'"), "device"),
     Check("RD21", "shared cache", Severity.SLOW,
           ("a job is twice as slow as yesterday, on the same virtual machine", "benchmarks have two modes"),
           "A virtual machine's CPUs are threads of its host, which moves them between chips, or parts of a chip "

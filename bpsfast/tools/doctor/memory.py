@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...base.output import size
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 _MIB = 1 << 20
 #: The least that any job needs; a smaller limit is a distribution's default.
@@ -32,19 +32,18 @@ def locked_memory(facts: Facts) -> Outcome:
     if soft is None or facts.can_lock_memory:
         own = "unlimited" if soft is None else f"{size(soft)}, lifted by CAP_IPC_LOCK"
         others = _of_others(facts)
-        if others:
-            return told(f"{own} for root, but {others}{_registered(facts)}", **actions)
-        return passed(own + _registered(facts))
+        found = "; ".join([f"{own} for root, but {others}" if others else own, *_registered(facts)])
+        return info(found, **actions) if others else passed(found)
     if not facts.capable:
         less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
         return skipped(f"no RDMA device; the limit would be {size(soft)}{less}")
-    found = f"{size(soft)}"
+    found = size(soft)
     if hard != soft:
         found += f" (hard limit {'unlimited' if hard is None else size(hard)})"
     login = facts.login_memlock
     if login is not None and (login[0] is None or login[0] > soft):
         found += f", though {login[1]} gives {size(login[0]) if login[0] else 'no limit'} to new logins"
-    refused = _refused(facts)
+    refused = _registered(facts, refused=True)
     if hard is None or hard > soft:
         actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
     if refused or soft < _LEAST_LOCKED_NBYTES:
@@ -58,17 +57,16 @@ def registrations(facts: Facts) -> Outcome:
     """RD02: check that there are enough mappings and memory regions."""
     limit = facts.host.tree.number("proc/sys/vm/max_map_count")
     maps = len((facts.host.tree.text("proc/self/maps") or "").splitlines())
-    soft, _ = facts.memlock_nbytes
-    refused = _refused(facts)
-    if refused and (soft is None or facts.can_lock_memory):
+    refused = _registered(facts, refused=True)
+    if refused and (facts.memlock_nbytes[0] is None or facts.can_lock_memory):
         return failed("\n".join(["registration fails although locked memory is not limited", *refused]),
                       host="sudo sysctl -w vm.max_map_count=1048576",
                       check="dmesg | tail   # a card out of memory regions says so there")
-    low = {name: opened.attributes["max_mr"] for name, opened in _opened(facts).items()
-           if opened.attributes.get("max_mr", _LEAST_REGIONS) < _LEAST_REGIONS}
+    regions = {name: opened.attributes["max_mr"] for name, opened in facts.opened.items()
+               if "max_mr" in opened.attributes}
+    low = ", ".join(f"{name} {number}" for name, number in regions.items() if number < _LEAST_REGIONS)
     if low:
-        told_low = ", ".join(f"{name} {number}" for name, number in low.items())
-        return warned(f"few memory regions: max_mr {told_low} (bpsfast registers whole slabs, so this may suffice)",
+        return warned(f"few memory regions: max_mr {low} (bpsfast registers whole slabs, so this may suffice)",
                       host="lower the number of processes that share the card, or use another one")
     if limit is None:
         return skipped("/proc/sys/vm/max_map_count cannot be read")
@@ -77,19 +75,18 @@ def registrations(facts: Facts) -> Outcome:
                       **facts.variants("sudo sysctl -w vm.max_map_count=1048576   # lasting: in /etc/sysctl.d",
                                        "on the host, not in the container: sudo sysctl -w vm.max_map_count=1048576",
                                        "on the node: sysctl -w vm.max_map_count=1048576"))
-    regions = [opened.attributes["max_mr"] for opened in _opened(facts).values() if "max_mr" in opened.attributes]
-    return passed(f"vm.max_map_count {limit}" + (f", max_mr {min(regions)}" if regions else ""))
+    return passed(f"vm.max_map_count {limit}" + (f", max_mr {min(regions.values())}" if regions else ""))
 
 
 def shared_memory(facts: Facts) -> Outcome:
     """RD20: check the size of /dev/shm."""
     nbytes = facts.host.kernel.shm_nbytes()
     if nbytes is None:
-        return told("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
+        return info("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
                     **facts.variants("sudo mount -t tmpfs shm /dev/shm", "docker run --ipc=host ...",
                                      "mount an emptyDir with medium: Memory at /dev/shm"))
     if nbytes < _LEAST_SHM_NBYTES:
-        return told(f"/dev/shm has {size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
+        return info(f"/dev/shm has {size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
                     "torch's data loaders and NCCL want more",
                     **facts.variants("sudo mount -o remount,size=50% /dev/shm",
                                      "docker run --shm-size=8g ...   # or --ipc=host",
@@ -97,28 +94,15 @@ def shared_memory(facts: Facts) -> Outcome:
     return passed(f"/dev/shm has {size(nbytes)}")
 
 
-def _opened(facts: Facts) -> dict:
-    return facts.verbs.devices if facts.verbs else {}
-
-
-def _refused(facts: Facts) -> list[str]:
-    """Return the errors of test registrations, devices with the same error together."""
-    fates: dict[tuple[int, str], list[str]] = {}
-    for name, opened in _opened(facts).items():
-        if opened.registration_error:
-            fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
-    return [f"{', '.join(names)} registered {size(nbytes) if nbytes else 'nothing'}, then: {error}"
-            for (nbytes, error), names in fates.items()]
-
-
-def _registered(facts: Facts) -> str:
-    """Return how much each device registered in the test."""
-    done: dict[int, list[str]] = {}
-    for name, opened in _opened(facts).items():
-        if not opened.error:
-            done.setdefault(opened.registered_nbytes, []).append(name)
-    return "".join(f"; {', '.join(names)} registered {size(nbytes) if nbytes else 'nothing'}"
-                   for nbytes, names in done.items())
+def _registered(facts: Facts, refused: bool = False) -> list[str]:
+    """Return how much each device registered in the test; *refused*: only failed tests, with their errors."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name, opened in facts.opened.items():
+        if opened.registration_error if refused else not opened.error:
+            error = f", then: {opened.registration_error}" if refused else ""
+            groups.setdefault((opened.registered_nbytes, error), []).append(name)
+    return [f"{', '.join(names)} registered {size(nbytes) if nbytes else 'nothing'}{error}"
+            for (nbytes, error), names in groups.items()]
 
 
 def _of_others(facts: Facts) -> str:
@@ -142,11 +126,9 @@ def fork(facts: Facts) -> Outcome:
     """RD10: check that registered memory survives a fork (data loaders, subprocess)."""
     report = facts.verbs
     if report is None or report.error:
-        if not facts.host.devices:
-            return skipped("no RDMA device")
-        if facts.kernel_version >= _COPY_ON_FORK:
+        if facts.host.devices and facts.kernel_version >= _COPY_ON_FORK:
             return passed(f"kernel {facts.kernel_release} copies pinned pages for the child")
-        return skipped("libibverbs was not queried")
+        return skipped("libibverbs was not queried" if facts.host.devices else "no RDMA device")
     if report.fork == "unneeded":
         return passed("the kernel copies pinned pages for the child (ibv_fork_init is not needed)")
     if report.fork == "enabled":
@@ -164,7 +146,7 @@ def gpu_memory(facts: Facts) -> Outcome:
     if "nvidia" in facts.modules and not facts.modules & {"nvidia_peermem", "nv_peer_mem"}:
         dma_buf = (", dma-buf may do (kernel " + facts.kernel_release + ")" if facts.kernel_version >= _DMA_BUF
                    else f", nor has kernel {facts.kernel_release} dma-buf for it")
-        return told(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
+        return info(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
                     **facts.variants("sudo modprobe nvidia-peermem", "on the host: modprobe nvidia-peermem",
                                      "on the node: modprobe nvidia-peermem, or the GPU operator with rdma.enabled"))
     return passed(f"the modules for it are loaded; {ours}")

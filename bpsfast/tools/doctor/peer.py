@@ -1,7 +1,7 @@
 """The protocol of two doctors: ``bpsfast doctor --listen`` answers ``bpsfast doctor --peer`` of another machine.
 
-Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. The asker sends `Ask` and gets
-`Told`. For each pair of ports that would be used it sends the address of a queue pair, gets the other address, writes
+Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. The asker sends `Ask` and gets a
+`Report`. For each pair of ports that would be used it sends the address of a queue pair, gets the other address, writes
 over the queue pair, and sends `Done`. A message is its length (4 bytes) and MessagePack.
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,31 +53,26 @@ class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
 class QueuePairTest:
     """A queue pair on *rail* with `NBYTES` of registered memory. Owner thread only; a context manager.
 
-    Raises
-    ------
-    OSError
-        A verb failed; the text says which one, with which arguments.
+    Raises `OSError` if a verb failed; the text says which one, with which arguments.
     """
 
     def __init__(self, verbs: Any, rail: Rail) -> None:
         self._rail = rail
-        self._closing: list[Any] = []
-        try:
-            self._memory = self._keep(mmap.mmap(-1, NBYTES))
-            device = self._keep(verbs.Device(rail.device))
-            domain = self._keep(verbs.ProtectionDomain(device))
-            self._region = self._keep(verbs.MemoryRegion(domain, self._memory))
-            self._queue = self._keep(verbs.CompletionQueue(device, 16, events=True))
-            self._pair = self._keep(verbs.QueuePair(domain, self._queue, self._queue, max_send=4, max_recv=4))
+        with contextlib.ExitStack() as opened:
+            self._memory = opened.enter_context(mmap.mmap(-1, NBYTES))
+            device = opened.enter_context(verbs.Device(rail.device))
+            domain = opened.enter_context(verbs.ProtectionDomain(device))
+            self._region = opened.enter_context(verbs.MemoryRegion(domain, self._memory))
+            self._queue = opened.enter_context(verbs.CompletionQueue(device, 16, events=True))
+            self._pair = opened.enter_context(
+                verbs.QueuePair(domain, self._queue, self._queue, max_send=4, max_recv=4))
             self._pair.to_init(rail.port)
             port = device.port(rail.port)
-        except BaseException:
-            self.close()
-            raise
-        self.end = QueuePairAddress(
-            port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
-            gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
-            address=self._region.address, rkey=self._region.rkey)
+            self.end = QueuePairAddress(
+                port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
+                gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
+                address=self._region.address, rkey=self._region.rkey)
+            self._opened = opened.pop_all()
 
     def connect(self, other: QueuePairAddress) -> None:
         """Connect to the other end's queue pair."""
@@ -99,26 +94,17 @@ class QueuePairTest:
         return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor failed "
                 f"within {timeout_s:g} s")
 
-    def _keep(self, each: Any) -> Any:
-        self._closing.append(each)
-        return each
-
-    def close(self) -> None:
-        """Close everything in reverse order. Idempotent."""
-        while self._closing:
-            self._closing.pop().close()
-
     def __enter__(self) -> QueuePairTest:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._opened.close()
 
 DEFAULT_PORT = 18619
 _CONTEXT = "bpsfast doctor"
 _MAX_NBYTES = 1 << 20
-#: Most refusals that wait to be reported.
-_MOST_UNTOLD = 64
+#: Most askers, and refusals to be reported, that wait.
+_MOST_ASKERS = 64
 _HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
 
 
@@ -129,7 +115,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     back_port: int
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `Ask`."""
 
     report: PeerReport
@@ -153,23 +139,26 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """The asker has finished writing; both ends may close the queue pair."""
 
 
-Message = TypeVar("Message", Ask, Told, Offer, Answer, Done)
+Message = TypeVar("Message", Ask, Report, Offer, Answer, Done)
 
 
 def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: float, verbs: Any = None) -> None:
-    """Ask the doctor at *address* and store its report in *facts*, or why it does not answer.
-
-    *verbs* is the provider for a test queue pair; None: do not test one.
-    """
+    """Ask the doctor at *address*; store its report or silence in *facts*; with *verbs* also test queue pairs."""
     where = f"{facts.peer_name or address} port {port}"
     try:
-        with socket.create_connection((str(address), port), timeout_s) as sock, _callback_listener(sock) as back_port:
+        with (socket.create_connection((str(address), port), timeout_s) as sock,
+              socket.create_server((sock.getsockname()[0], 0), family=sock.family) as back):
             security.plain_handshake_dialer(sock, secret, _CONTEXT, _HELLO, timeout_s)
             sock.settimeout(timeout_s)
             talk = _Conversation(sock)
-            talk.send(Ask(version=__version__, back_port=back_port))
-            facts.peer_report = talk.receive(Told).report
-            _try(facts, talk, verbs, timeout_s)
+            talk.send(Ask(version=__version__, back_port=back.getsockname()[1]))
+            facts.peer_report = talk.receive(Report).report
+            theirs = facts.peer_report.used
+            if verbs is not None and facts.choice.rails and theirs:
+                errors = [_test_queue_pair(rail, place, talk, verbs, timeout_s)
+                          for place, rail in enumerate(facts.choice.rails[:len(theirs)])]
+                facts.trial_error = "; ".join(filter(None, errors))
+            talk.send(Offer())
     except (OSError, BpsError) as exc:
         reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
         if facts.peer_report is None:
@@ -181,14 +170,8 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
 class Listener:
     """Answers other doctors. Owner thread only; a context manager.
 
-    Parameters
-    ----------
-    secret
-        If it is public, the listener does not connect back to an asker.
-    examine
-        Returns new facts for the address of an asker.
-    verbs
-        The provider for queue pairs; None: refuse them.
+    With a public *secret* it does not connect back to an asker. *examine* returns new facts for the address of an
+    asker. *verbs* is the provider for queue pairs; None: refuse them.
     """
 
     def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
@@ -201,49 +184,42 @@ class Listener:
                               "--host another address of this machine") from exc
         self.port = listener.getsockname()[1]
         self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
-        self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # connections, or texts about refused ones
-        self._door = HandshakeAcceptor(listener, self._greet, self._came, lambda exc: None,
-                          self._visits.put, name="bpsfast-doctor")
-        self._door.start()
+        self._askers: queue.Queue[socket.socket | str] = queue.Queue()  # connections, or texts about refused ones
+        self._acceptor = HandshakeAcceptor(listener, self._shake_hands, self._accepted, lambda exc: None,
+                                           self._askers.put, name="bpsfast-doctor")
+        self._acceptor.start()
 
-    def _came(self, sock: socket.socket, hello: security.StreamHello) -> None:
-        if self._visits.qsize() >= _MOST_UNTOLD:  # anybody may connect with a public key
-            sock.close()
-            return
-        self._visits.put(sock)
+    def _accepted(self, sock: socket.socket, hello: security.StreamHello) -> None:
+        if self._askers.qsize() >= _MOST_ASKERS:  # anybody may connect with a public key
+            return sock.close()
+        self._askers.put(sock)
 
-    def _greet(self, sock: socket.socket) -> security.StreamHello:
+    def _shake_hands(self, sock: socket.socket) -> security.StreamHello:
         host = "unknown"
         try:
             host = sock.getpeername()[0]
             return security.plain_handshake_acceptor(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
-                                             timeout_s=self._timeout_s)
+                                                     timeout_s=self._timeout_s)
         except (OSError, BpsError) as exc:
-            if self._visits.qsize() < _MOST_UNTOLD:
-                self._visits.put(f"{host}: not answered: {exc}")
+            if self._askers.qsize() < _MOST_ASKERS:
+                self._askers.put(f"{host}: not answered: {exc}")
             raise
 
     def serve(self, timeout_s: float | None = None) -> str:
-        """Answer one asker; return its address and the result as text.
-
-        Raises
-        ------
-        TimeoutError
-            Nobody asked within *timeout_s* (None: no limit).
-        """
+        """Answer one asker; return its address and the result; raise `TimeoutError` after *timeout_s* (None: never)."""
         try:
-            visit = self._visits.get(timeout=timeout_s)
+            asker = self._askers.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no doctor asked within {timeout_s:g} s") from None
-        if isinstance(visit, str):
-            return visit
-        with visit as sock:
-            asker = "unknown"
+        if isinstance(asker, str):
+            return asker
+        with asker as sock:
+            host = "unknown"
             try:
-                asker = sock.getpeername()[0]
-                return f"{asker}: {self._answer(_Conversation(sock), ipaddress.ip_address(asker.partition('%')[0]))}"
+                host = sock.getpeername()[0]
+                return f"{host}: {self._answer(_Conversation(sock), ipaddress.ip_address(host.partition('%')[0]))}"
             except (OSError, BpsError) as exc:
-                return f"{asker}: not answered: {exc}"
+                return f"{host}: not answered: {exc}"
 
     def _answer(self, talk: _Conversation, asker: Address) -> str:
         talk.sock.settimeout(self._timeout_s)
@@ -251,42 +227,40 @@ class Listener:
         facts = self._examine(asker)
         reached = "" if self._secret.is_public else Kernel().connect(asker, wanted.back_port, self._timeout_s)
         used, spare = describe_ports(facts.host, facts.choice, facts.path_mtus)
-        talk.send(Told(report=PeerReport(
+        talk.send(Report(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=reached)))
-        told = ["sent the report"]
+        done = ["sent the report"]
         talk.sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
         while (offer := talk.receive(Offer)).end is not None:
-            told.append(self._meet(talk, facts, offer.end, offer.place))
-        return "; ".join(told)
+            done.append(self._answer_queue_pair(talk, facts, offer.end, offer.place))
+        return "; ".join(done)
 
-    def _meet(self, talk: _Conversation, facts: Facts, offered: QueuePairAddress, place: int) -> str:
+    def _answer_queue_pair(self, talk: _Conversation, facts: Facts, offered: QueuePairAddress, place: int) -> str:
         """Open the other end of a queue pair, and keep it until the asker is done."""
         if self._verbs is None or not 0 <= place < len(facts.choice.rails):
             talk.send(Answer(objection="there is no such usable port"))
             return f"no port for a queue pair from {offered.port}"
-        try:
-            trial = QueuePairTest(self._verbs, facts.choice.rails[place])
-        except OSError as exc:
-            talk.send(Answer(objection=str(exc)))
-            return f"no queue pair: {exc}"
-        with trial:
+        with contextlib.ExitStack() as stack:
+            failure = "no queue pair"
             try:
-                trial.connect(offered)
+                test = stack.enter_context(QueuePairTest(self._verbs, facts.choice.rails[place]))
+                failure = "the queue pair did not connect"
+                test.connect(offered)
             except OSError as exc:
                 talk.send(Answer(objection=str(exc)))
-                return f"the queue pair did not connect: {exc}"
-            talk.send(Answer(end=trial.end))
+                return f"{failure}: {exc}"
+            talk.send(Answer(end=test.end))
             talk.receive(Done)
-        return f"queue pair from {offered.port} to {trial.end.port} was tried"
+        return f"queue pair from {offered.port} to {test.end.port} was tried"
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._door.close()
-        while not self._visits.empty():
-            visit = self._visits.get()
-            if isinstance(visit, socket.socket):
-                visit.close()
+        self._acceptor.close()
+        while not self._askers.empty():
+            asker = self._askers.get()
+            if isinstance(asker, socket.socket):
+                asker.close()
 
     def __enter__(self) -> Listener:
         return self
@@ -295,41 +269,24 @@ class Listener:
         self.close()
 
 
-def _try(facts: Facts, talk: _Conversation, verbs: Any, timeout_s: float) -> None:
-    """Test a queue pair for each pair of ports that would be used; store the result in *facts*."""
-    theirs = facts.peer_report.used if facts.peer_report else []
-    if verbs is not None and facts.choice.rails and theirs:
-        errors = [_try_one(rail, place, talk, verbs, timeout_s)
-                  for place, rail in enumerate(facts.choice.rails[:len(theirs)])]
-        facts.trial_error = "; ".join(filter(None, errors))
-    talk.send(Offer())
-
-
-def _try_one(rail: Rail, place: int, talk: _Conversation, verbs: Any, timeout_s: float) -> str:
+def _test_queue_pair(rail: Rail, place: int, talk: _Conversation, verbs: Any, timeout_s: float) -> str:
     """Test a queue pair from *rail* to the peer's port with index *place*; return "" or the error."""
     try:
-        trial = QueuePairTest(verbs, rail)
+        test = QueuePairTest(verbs, rail)
     except OSError as exc:
         return str(exc)
-    with trial:
-        talk.send(Offer(end=trial.end, place=place))
+    with test:
+        talk.send(Offer(end=test.end, place=place))
         answer = talk.receive(Answer)
         if answer.end is None:
             return f"at the peer: {answer.objection}"
         try:
-            trial.connect(answer.end)
-            error = trial.write(answer.end, timeout_s)
+            test.connect(answer.end)
+            error = test.write(answer.end, timeout_s)
         except OSError as exc:
             error = str(exc)
         talk.send(Done())
         return f"{rail.name} to {answer.end.port}: {error}" if error else ""
-
-
-@contextlib.contextmanager
-def _callback_listener(sock: socket.socket) -> Iterator[int]:
-    """Listen on the local address of *sock*; yield the port."""
-    with socket.create_server((sock.getsockname()[0], 0), family=sock.family) as door:
-        yield door.getsockname()[1]
 
 
 class _Conversation:

@@ -5,11 +5,12 @@ from ..._version import __version__
 from ...base.encryption import check_library
 from ...orchestration.errors import ConfigError
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, warned
 
 _GOOD_BUFFER_NBYTES = 4 << 20
 #: Rate (Mbit/s) from which the kernel's defaults are too small for one connection.
 _FAST_MBPS = 25_000
+_LARGER_BUFFERS = "sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' net.ipv4.tcp_wmem='4096 65536 16777216'"
 
 
 def setting(facts: Facts) -> Outcome:
@@ -37,24 +38,23 @@ def setting(facts: Facts) -> Outcome:
         return passed(f"rdma (by {origin}) over {names}")
     if wanted == "auto" and names:
         return passed(f"auto ({origin}): rdma over {names} where the peer can, else tcp")
-    return told(f"{wanted} ({origin}): tcp between machines") if wanted == "auto" else passed(f"{wanted} (by {origin})")
+    return info(f"{wanted} ({origin}): tcp between machines") if wanted == "auto" else passed(f"{wanted} (by {origin})")
 
 
 def tcp(facts: Facts) -> Outcome:
     """RD19: check that the kernel's TCP settings suit the network card."""
     tree = facts.host.tree
-    read = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_rmem") or "").split()]
-    write = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_wmem") or "").split()]
+    most = [int(((tree.text(f"proc/sys/net/ipv4/tcp_{which}mem") or "").split() or ["0"])[-1]) for which in "rw"]
     control = tree.text("proc/sys/net/ipv4/tcp_congestion_control") or "unknown"
     cards = [card for card in facts.host.netdevs.values() if card.is_card and card.state == "up"]
     fastest = max((card.speed_mbps or 0 for card in cards), default=0)
-    found = f"{control}, buffers up to {_mib(read)} in, {_mib(write)} out, {facts.settings.tcp_streams} streams"
+    read, write = (f"{nbytes / (1 << 20):g} MiB" if nbytes else "unknown" for nbytes in most)
+    found = f"{control}, buffers up to {read} in, {write} out, {facts.settings.tcp_streams} streams"
     wrong, actions = [], {}
     if fastest >= _FAST_MBPS:
-        if (read and read[-1] < _GOOD_BUFFER_NBYTES) or (write and write[-1] < _GOOD_BUFFER_NBYTES):
+        if any(0 < nbytes < _GOOD_BUFFER_NBYTES for nbytes in most):
             wrong.append(f"buffers are small for {fastest / 1000:g} Gb/s")
-            actions["host"] = ("sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
-                               "net.ipv4.tcp_wmem='4096 65536 16777216'")
+            actions["host"] = _LARGER_BUFFERS
         if facts.settings.tcp_streams < 2:
             wrong.append(f"one stream does not fill {fastest / 1000:g} Gb/s")
             actions["job"] = "BPSFAST_TCP_STREAMS=4"
@@ -77,7 +77,7 @@ def protection(facts: Facts) -> Outcome:
     has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
         "no job key here (bpsfast run draws one)")
     if settings.encryption == "off":
-        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): anyone on the network between "
+        return info(f"encryption=off (by {origins.get('encryption', 'the settings')}): anyone on the network between "
                     f"machines can read and change gradients; {has_key}",
                     job="unset BPSFAST_ENCRYPTION   # auto: on over tcp")
     try:
@@ -110,11 +110,6 @@ CHECKS = (
           "Small socket buffers, one stream, or one receive queue for a fast card.",
           "Every job falls back to TCP, which also carries its control messages.",
           "bytedance/byteps#163 and #237", tcp,
-          advice(host="sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
-                      "net.ipv4.tcp_wmem='4096 65536 16777216'", job="BPSFAST_TCP_STREAMS=4",
+          advice(host=_LARGER_BUFFERS, job="BPSFAST_TCP_STREAMS=4",
                  check="sysctl net.ipv4.tcp_rmem net.ipv4.tcp_wmem; ethtool -l IFACE")),
 )
-
-
-def _mib(limits: list[int]) -> str:
-    return f"{limits[-1] / (1 << 20):g} MiB" if limits else "unknown"

@@ -1,17 +1,19 @@
 """The control connection of ``perf``, ``ping`` and ``tune rdma``: its messages, and the key that both sides prove.
 
-TCP: the handshake of `orchestration.security`, then messages in the frames of `base.framing`.
-Both sides hold a key, see `secret_for`.
+TCP: the handshake of `orchestration.security`, by a key that both sides hold (`secret_for`), then messages in the
+frames of `base.framing`.
 """
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import select
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Union
 
 import msgspec
@@ -19,16 +21,10 @@ import msgspec
 from ...base.addresses import format_address, is_loopback
 from ...base.framing import Frames
 from ...base.job_key import given_key, job_key
+from ...base.resources import Closing
 from ...base.settings import Settings
 from ...orchestration import security
-from ...orchestration.errors import (
-    BpsError,
-    ConfigError,
-    MismatchError,
-    PeerLostError,
-    ProtocolError,
-    StallError,
-)
+from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
 from .perf_plan import Plan
 
@@ -115,10 +111,9 @@ _HANDSHAKE_S = 5.0
 #: Pause between two attempts to connect to a server that does not listen yet.
 _RETRY_S = 0.1
 #: Longest wait for the last message of a peer that is gone.
-_REASON_S = 1.0
-
-
+REASON_S = 1.0
 _DECODER = msgspec.msgpack.Decoder(Message)
+_log = logging.getLogger("bpsfast")
 
 
 class Secret(NamedTuple):
@@ -132,12 +127,7 @@ def secret_for(loaded: Settings, hosts: Sequence[str]) -> Secret:
     """Return the key for talking to *hosts*, or for listening on one of them.
 
     This is the job key if one is given. Without one, processes on this machine use the key of jobs on it; with other
-    machines ``BPSFAST_INSECURE=1`` is required, and the key is public.
-
-    Raises
-    ------
-    ConfigError
-        A key is required and there is none.
+    machines ``BPSFAST_INSECURE=1`` is required, and the key is public; else a `ConfigError` is raised.
     """
     if given_key(loaded) or all(map(is_loopback, hosts)):
         return Secret(job_key(msgspec.structs.replace(loaded, encryption="off"), "127.0.0.1:0"))
@@ -157,10 +147,7 @@ class ListenAddress(NamedTuple):
 
 
 def listen_address(loaded: Settings, host: str) -> ListenAddress:
-    """Return the address to listen on; *host* is the preferred one ("": none). Without a key it is the loopback.
-
-    Errors: as `secret_for`.
-    """
+    """Return the address to listen on: *host*, or without a key the loopback. Errors: as `secret_for`."""
     if host or loaded.insecure or given_key(loaded):
         return ListenAddress(host, secret_for(loaded, [host or "all addresses"]))
     return ListenAddress(
@@ -168,11 +155,8 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
         "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
-class Control:
-    """One end of the control connection. Owns the socket. One thread.
-
-    *timeout_s*: silence after which the peer counts as stalled.
-    """
+class Control(Closing):
+    """One end of the control connection; owns the socket. One thread. A peer silent for *timeout_s* is stalled."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
@@ -192,23 +176,16 @@ class Control:
         except TimeoutError as exc:
             raise StallError(f"{self.peer} has read nothing for {self.timeout_s:g} s") from exc
         except OSError as exc:
-            raise self.reason(_REASON_S) or self._gone(exc) from exc
+            raise self.reason(REASON_S) or self._gone(exc) from exc
 
     def receive(self, kind: type | tuple[type, ...], what: str, fd: int | None = None,
                 pulse_s: float | None = None) -> Any:
         """Return the next message, which must be a *kind*; None if *fd* became readable first, or *pulse_s* passed.
 
         `Alive` restarts the deadline, and is sent at each pulse. With *fd* there is no deadline, because a local run
-        has its own. *what* names the expected message in errors.
-
-        Raises
-        ------
-        StallError, PeerLostError
-            The peer is silent for `timeout_s`; the peer is gone.
-        BpsError
-            The peer stopped; with its reason.
-        ProtocolError
-            Another message arrived.
+        has its own. *what* names the expected message in errors. Raises `StallError` if the peer is silent for
+        `timeout_s`, `PeerLostError` if it is gone, `BpsError` with its reason if it stopped, and `ProtocolError` if it
+        sent another message.
         """
         began = time.monotonic()
         pulse = None if pulse_s is None else began + pulse_s
@@ -267,13 +244,11 @@ class Control:
 
     def stop(self, reason: str = "") -> None:
         """Tell the peer that this side ends. Errors are ignored."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.settimeout(1.0)
             self._sock.sendall(self._frames.pack(Stop(reason)))
-        except OSError:
-            pass
 
-    def cut(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Any thread: tell the peer why, and shut the connection down for its user here."""
         self.stop(reason)
         with contextlib.suppress(OSError):
@@ -282,12 +257,6 @@ class Control:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._sock.close()
-
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def listen(port: int, host: str = "") -> socket.socket:
@@ -307,52 +276,62 @@ def listen(port: int, host: str = "") -> socket.socket:
 
 def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: float) -> Control:
     """Wait up to *timeout_s* for a client that proves *key*; refused clients do not delay it."""
-    came: queue.Queue[Control] = queue.Queue()
+    clients: queue.Queue[Control] = queue.Queue()
     refused: deque[str] = deque(maxlen=3)
-    door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)),
-                              refused.append)
-    with contextlib.closing(door):
-        door.start()
+    acceptor = handshake_acceptor(listener.dup(), key, silence_s, clients.put, lambda exc: refused.append(str(exc)),
+                                  refused.append)
+    with contextlib.closing(acceptor):
+        acceptor.start()
         try:
-            found = came.get(timeout=timeout_s)
+            found = clients.get(timeout=timeout_s)
         except queue.Empty:
             also = f"; refused: {'; '.join(refused)}" if refused else ""
             raise StallError(f"no client came within {timeout_s:g} s to port {listener.getsockname()[1]}{also}") \
                 from None
-    while not came.empty():
-        came.get().close()  # another client came at the same time
+    while not clients.empty():
+        clients.get().close()  # another client came at the same time
     return found
 
 
-def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, came: Callable[[Control], None],
-            refused: Callable[[Exception], None], warn: Callable[[str], None], name: str = "bpsfast-perf") -> \
-        HandshakeAcceptor[Control]:
-    """Return a handshake acceptor that owns *listener* and calls *came* with each client in a thread of its own.
+def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, serve: Callable[[Control], None],
+                       refused: Callable[[Exception], None], warn: Callable[[str], None],
+                       name: str = "bpsfast-perf") -> HandshakeAcceptor[Control]:
+    """Return a `HandshakeAcceptor` that owns *listener* and calls *serve* with each client in a thread of its own."""
+    return HandshakeAcceptor(
+        listener, lambda sock: _control(sock, silence_s, lambda: security.plain_handshake_acceptor(
+            sock, key, _CONTEXT, peer=0, epoch=VERSION, timeout_s=_HANDSHAKE_S)),
+        lambda sock, control: serve(control), refused, warn, name=name)
 
-    Other parameters: see `HandshakeAcceptor`.
-    """
-    return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control),
-                             refused, warn, name=name)
 
+@contextlib.contextmanager
+def serving(listener: socket.socket, key: bytes, silence_s: float, most: int, what: str,
+            answer: Callable[[Control], None]) -> Iterator[HandshakeAcceptor[Control]]:
+    """Call *answer* with each of at most *most* clients at a time, in a thread of its own; log errors as *what*."""
+    places = threading.BoundedSemaphore(most)
 
-def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
-    """Run the acceptor's half of the handshake on *sock*; close it on failure."""
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        theirs = security.plain_handshake_acceptor(sock, key, _CONTEXT, peer=0, epoch=VERSION, timeout_s=_HANDSHAKE_S)
-        return _checked(Control(sock, silence_s), theirs)
-    except BaseException:
-        sock.close()
-        raise
+    def serve(control: Control) -> None:
+        with control:
+            if not places.acquire(blocking=False):
+                return control.stop(f"it already has {most} clients, the most it accepts")
+            try:
+                answer(control)
+            except (BpsError, OSError, ValueError) as exc:
+                _log.info("%s: %s", what, exc)
+            finally:
+                places.release()
+
+    acceptor = handshake_acceptor(
+        listener.dup(), key, silence_s, serve, lambda exc: _log.info("%s: %s", what, exc),
+        lambda words: _log.warning("%s: %s", what, words), f"bpsfast-{what}")
+    with contextlib.closing(acceptor):
+        acceptor.start()
+        yield acceptor
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float) -> Control:
     """Connect to the server, retrying for *timeout_s* while nobody listens.
 
-    Raises
-    ------
-    StallError, ConfigError, MismatchError
-        Nobody answers; the name cannot be resolved; the keys differ.
+    Raises `StallError` if nobody answers, `ConfigError` if the name cannot be resolved, `MismatchError` if keys differ.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -367,21 +346,23 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
                 raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
                                  "`bpsfast` listens there with the same -p and that the port is open") from exc
             time.sleep(_RETRY_S)
+    hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
+    return _control(sock, silence_s, lambda: security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
+
+
+def _control(sock: socket.socket, silence_s: float, shake_hands: Callable[[], security.StreamHello]) -> Control:
+    """Return the connection over *sock* once both sides have proved the key; close *sock* on failure."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
-        return _checked(Control(sock, silence_s),
-                        security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
+        theirs = shake_hands()
+        control = Control(sock, silence_s)
+        if theirs.epoch != VERSION:
+            raise MismatchError(f"{control.peer} uses version {theirs.epoch} of the protocol, this side version "
+                                f"{VERSION}: install the same version on both sides")
+        return control
     except BaseException:
         sock.close()
         raise
-
-
-def _checked(control: Control, theirs: security.StreamHello) -> Control:
-    if theirs.epoch != VERSION:
-        raise MismatchError(f"{control.peer} uses version {theirs.epoch} of the protocol, this side version "
-                            f"{VERSION}: install the same version on both sides")
-    return control
 
 
 def host_and_port(text: str, default_port: int) -> tuple[str, int]:

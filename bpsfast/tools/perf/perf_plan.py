@@ -91,21 +91,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             return min(self.depth, 16)
         return min(self.depth, self.moderation or (100 if nbytes < _UNMODERATED_NBYTES else 1))
 
-    def mismatch(self, given: Mapping[str, Any]) -> str | None:
-        """Return how *given*, the other side's options, contradict this plan; None if they do not."""
-        wrong = [f"{OPTIONS.get(name, name)}: {_shown(getattr(self, name))} at the client, {_shown(value)} here"
-                 for name, value in given.items() if getattr(self, name) != value]
-        return "; ".join(wrong) or None
-
 
 def make(verb: str, given: Mapping[str, Any]) -> Plan:
-    """Return the plan for *verb* with the options *given* (fields of `Plan`) and defaults.
-
-    Raises
-    ------
-    ConfigError
-        Options contradict each other, or the transport does not support one.
-    """
+    """Return the plan for *verb* with the options *given* (fields of `Plan`) and defaults; errors as in `check`."""
     transport = given.get("transport", "rdma")
     defaults: dict[str, Any] = {"depth": 128 if transport == "rdma" else 16}
     if verb == "lat":
@@ -116,7 +104,8 @@ def make(verb: str, given: Mapping[str, Any]) -> Plan:
 
 
 def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
-    """Raise `ConfigError` if *plan* is impossible; *given* are the options that were typed."""
+    """Raise `ConfigError` if options of *plan* contradict each other, or its transport lacks one of those *given*."""
+
     def need(condition: bool, text: str) -> None:
         if not condition:
             raise ConfigError(text)
@@ -152,10 +141,11 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
 
 def agree(plan: Plan, given: Mapping[str, Any]) -> None:
     """Raise `MismatchError` if the client's *plan* contradicts the options *given* to this server."""
-    wrong = plan.mismatch(given)
+    wrong = [f"{OPTIONS.get(name, name)}: {_shown(getattr(plan, name))} at the client, {_shown(value)} here"
+             for name, value in given.items() if getattr(plan, name) != value]
     if wrong:
-        raise MismatchError(f"the two sides have different options: {wrong}. Start both with the same ones, or the "
-                            "server without any")
+        raise MismatchError(f"the two sides have different options: {'; '.join(wrong)}. Start both with the same ones, "
+                            "or the server without any")
 
 
 def _shown(value: Any) -> str:

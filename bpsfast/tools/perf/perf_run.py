@@ -25,35 +25,26 @@ from typing import Any
 
 from ...base.settings import Settings
 from ...hardware.host import Host
+from ...hardware.nic_counters import difference
 from ...hardware.rdma_route import choose, peer_address
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
 from ...orchestration.wake_up import WakeUp
 from . import perf_plan, results
-from .control import Agree, Control, Done, Offer, Propose, Ready, Result, Sent, Stop
+from .control import REASON_S, Agree, Control, Done, Offer, Propose, Ready, Result, Sent, Stop
 from .perf_plan import Plan
-from .rdma import RdmaEnd, deltas
+from .rdma import RdmaEnd
 from .shm import ShmEnd
 from .tcp import TcpEnd
 
 _ALIVE_S = 1.0
 _POLL_S = 0.05
-#: Longest wait for the last message of a peer that closed a data connection.
-_REASON_S = 1.0
 
 
 class PerfRun:
-    """One run over *control*, from either side. Calls `show` with each row.
+    """One run over *control*, from either side. Calls *show* with each row.
 
-    Parameters
-    ----------
-    key
-        The job's key, for data connections.
-    loaded
-        The settings; they name the device and the GID.
-    gather
-        Client: called before each row when both sides are ready; returns when they shall start.
-    host
-        This machine, if it has been read already.
+    *key* is the job's, for data connections; *loaded* names the device and the GID. The client calls *gather* before
+    each row when both sides are ready, and starts when it returns. *host*: this machine, if it has been read already.
     """
 
     def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None],
@@ -65,21 +56,16 @@ class PerfRun:
         self.rows: list[dict[str, Any]] = []
         self.places: dict[str, Any] = {}
         self.plan: Plan | None = None
-        self._told: BaseException | None = None
+        self._reported: BaseException | None = None
 
     # -- the two sides ----------------------------------------------------------------------------------------
 
     def as_client(self, plan: Plan, began: Callable[[], None], device: str = "") -> None:
-        """Measure *plan*; call *began* once both sides agree and are connected.
+        """Measure *plan*; call *began* once both sides agree and are connected. An error is reported to the peer first.
 
         *device*: the server's port as "device:port", "" for its own choice.
-
-        Raises
-        ------
-        BpsError, OSError
-            After the peer has been told.
         """
-        with self._telling():
+        with self._reporting():
             self.plan = plan
             self._control.send(Propose(plan, {"host": os.uname().nodename}, device))
             answer = self._control.receive(Agree, "the server's consent")
@@ -88,12 +74,12 @@ class PerfRun:
 
     def as_server(self, given: dict[str, Any], began: Callable[[], None]) -> None:
         """Be measured as the client proposes, unless that contradicts *given*, the options of this side."""
-        with self._telling():
+        with self._reporting():
             self.serve(self._control.receive(Propose, "what to measure"), given, began)
 
     def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
         """Be measured as *proposed*; otherwise as `as_server`."""
-        with self._telling():
+        with self._reporting():
             perf_plan.check(proposed.plan)
             perf_plan.agree(proposed.plan, given)
             self.plan, self._device = proposed.plan, proposed.device
@@ -103,15 +89,15 @@ class PerfRun:
             self._control.receive(Stop, "the end")
 
     @contextlib.contextmanager
-    def _telling(self) -> Any:
-        """On an error of this side, tell the peer once, before the measured connection ends."""
+    def _reporting(self) -> Any:
+        """Report an error of this side to the peer once, before the measured connection ends."""
         try:
             yield
         except (KeyboardInterrupt, BpsError, OSError, ValueError) as exc:
-            if exc is not self._told:
-                self._told = exc
-                interrupted = isinstance(exc, KeyboardInterrupt)
-                self._control.stop("it was interrupted (Ctrl-C)" if interrupted else f"{type(exc).__name__}: {exc}")
+            if exc is not self._reported:
+                self._reported = exc
+                self._control.stop("it was interrupted (Ctrl-C)" if isinstance(exc, KeyboardInterrupt)
+                                   else f"{type(exc).__name__}: {exc}")
             raise
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -119,7 +105,7 @@ class PerfRun:
     def _each_provider(self, peer_place: dict[str, Any], is_client: bool, began: Callable[[], None]) -> None:
         assert self.plan is not None
         for provider in self.plan.providers if self.plan.transport == "rdma" else ("",):
-            with contextlib.closing(self._end(provider, is_client)) as end, self._telling():
+            with contextlib.closing(self._end(provider, is_client)) as end, self._reporting():
                 self._control.send(Offer(end.offer()))
                 end.connect(self._control.receive(Offer, "the address of its end").fields)
                 own = {"host": os.uname().nodename, **end.place()}
@@ -161,7 +147,7 @@ class PerfRun:
             n_send = 0 if not sends else None if by_time else plan.iterations
             n_receive = 0 if not receives else None if by_time else plan.iterations * plan.pairs
             run = (lambda: end.bandwidth(n_send, n_receive, plan.duration_s)) if sends or receives else None
-        measured, theirs = self._run(end, run, sends, before)
+        measured, own, theirs = self._run(end, run, sends, before)
         row: dict[str, Any] = {"transport": plan.transport, "operation": plan.operation, "verbs": provider or None,
                                "nbytes": nbytes, "iterations": plan.iterations}
         if is_client:
@@ -171,20 +157,14 @@ class PerfRun:
                 row["samples_s"] = [ns / (1e9 if plan.operation == "read" else 2e9)
                                     for ns in memoryview(measured).cast("q")[plan.n_warmup:]]
             else:
-                there = results.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak)
-                own = there if plan.reversed else self._direction(nbytes, measured)
-                row |= results.both(own, there) if plan.both_ways else own
-            row["counters"] = {"client": self._counted, "server": theirs.counters}
+                there, here = (results.bandwidth(nbytes, done.sent, done.seconds, done.peak) for done in (theirs, own))
+                row |= results.both(here, there) if plan.both_ways else there if plan.reversed else here
+            row["counters"] = {"client": own.counters, "server": theirs.counters}
             control.send(Result({name: value for name, value in row.items() if name != "samples_s"}))
         else:
             row = control.receive(Result, "the result").row
         self.rows.append(row)
         self._show(row)
-
-    @staticmethod
-    def _direction(nbytes: int, measured: Any) -> dict[str, Any]:
-        sent, _, seconds, posted_ns, completed_ns = measured
-        return results.bandwidth(nbytes, sent, seconds, results.peak_seconds(posted_ns, completed_ns))
 
     def _meet(self, step: str, is_client: bool) -> None:
         if not is_client:
@@ -196,22 +176,25 @@ class PerfRun:
         if theirs != step:
             raise ProtocolError(f"{self._control.peer} is at {theirs!r}, this side at {step!r}")
 
-    def _run(self, end: Any, run: Callable[[], Any] | None, sends: bool, before: list[Any]) -> tuple[Any, Done]:
-        """Run the loop in a thread and listen to the peer; return the measurement and the peer's `Done`."""
-        control, theirs = self._control, None
+    def _run(self, end: Any, run: Callable[[], Any] | None, sends: bool, before: list[Any]) -> tuple[Any, Done, Done]:
+        """Run the loop in a thread and listen to the peer; return the measurement, and both sides' `Done`."""
+        control = self._control
+        own: Done | None = None
+        theirs: Done | None = None
         # in a run by time and both ways, a loop ends only when it knows how much the peer sent
         asked = self.plan is not None and self.plan.both_ways and self.plan.duration_s > 0
-        with _Beside(run, end.cancel) as beside:
-            beside.start()
-            while not (beside.ended and theirs is not None):
+        with _BackgroundRun(run, end.cancel) as loop:
+            loop.start()
+            while own is None or theirs is None:
                 # a passive side has counted everything once the peer is done
-                if beside.ended and not beside.told and (run is not None or theirs is not None):
-                    beside.told = True
-                    control.send(self._done(end, self._measured(beside), sends, before))
-                if asked and not beside.ended and end.all_sent is not None:
+                if loop.ended and own is None and (run is not None or theirs is not None):
+                    own = self._done(end, self._measured(loop), sends, before)
+                    control.send(own)
+                    continue
+                if asked and not loop.ended and end.all_sent is not None:
                     asked = False
                     control.send(Sent(end.all_sent))
-                message = control.receive((Done, Sent), "the end of its run", None if beside.ended else beside.fileno(),
+                message = control.receive((Done, Sent), "the end of its run", None if loop.ended else loop.fileno(),
                                           pulse_s=_POLL_S if asked else _ALIVE_S)
                 if isinstance(message, Sent):
                     end.expect(message.n)
@@ -219,33 +202,30 @@ class PerfRun:
                     theirs = message
                     if theirs.sent:
                         end.expect(theirs.sent)
-            measured = self._measured(beside)
-            if not beside.told:
-                control.send(self._done(end, measured, sends, before))
-            return measured, theirs
+            return self._measured(loop), own, theirs
 
-    def _measured(self, beside: _Beside) -> Any:
+    def _measured(self, loop: _BackgroundRun) -> Any:
         """Return the measurement, or raise its error; the peer's reason takes precedence."""
         try:
-            return beside.value()
+            return loop.value()
         except (BpsError, OSError) as exc:
-            said = self._control.reason(_REASON_S if isinstance(exc, PeerLostError) else 0.0)
-            if said is not None:
-                raise said from exc
+            reason = self._control.reason(REASON_S if isinstance(exc, PeerLostError) else 0.0)
+            if reason is not None:
+                raise reason from exc
             raise
 
     def _done(self, end: Any, measured: Any, sends: bool, before: list[Any]) -> Done:
-        self._counted = [{"device": delta.device, "port": delta.port, "seconds": delta.seconds,
-                          "changes": dict(delta.changes), "line": delta.line(), "clean": delta.is_clean,
-                          "verdicts": delta.verdicts()} for delta in deltas(before, end.counters())]
+        counted = [{"device": delta.device, "port": delta.port, "seconds": delta.seconds,
+                    "changes": dict(delta.changes), "line": delta.line(), "clean": delta.is_clean,
+                    "verdicts": delta.verdicts()} for delta in map(difference, before, end.counters())]
         if isinstance(measured, tuple) and sends:
             sent, _, seconds, posted_ns, completed_ns = measured
-            return Done(sent, seconds, results.peak_seconds(posted_ns, completed_ns), self._counted)
-        return Done(0, 0.0, None, self._counted)
+            return Done(sent, seconds, results.peak_seconds(posted_ns, completed_ns), counted)
+        return Done(0, 0.0, None, counted)
 
 
-class _Beside:
-    """A function in a thread, and a descriptor that is readable once it has ended; None ends at once.
+class _BackgroundRun:
+    """A function in a thread (None: ended at once), and a descriptor that is readable once it has ended.
 
     Call `start` in the body of the ``with``, so that a Ctrl-C during it still ends the thread.
     """
@@ -258,7 +238,7 @@ class _Beside:
         self._gate = threading.Lock()
         self._runs = self._closed = False
         self._thread = threading.Thread(target=self._main, name="bpsfast-perf") if run is not None else None
-        self.told, self.ended = False, run is None
+        self.ended = run is None
 
     def start(self) -> None:
         """Start the function."""
@@ -278,7 +258,7 @@ class _Beside:
         self.ended = True
         self._ended.ring()
 
-    def __enter__(self) -> _Beside:
+    def __enter__(self) -> _BackgroundRun:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -7,12 +7,12 @@ GIDs and too large MTUs apart.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ...base.settings import Settings
@@ -20,7 +20,7 @@ from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
 from . import perf_plan
-from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
+from .control import Alive, Answer, Ask, Control, Secret, connect, serving
 from .rdma import RdmaEnd, described
 
 DEFAULT_PORT = 18520
@@ -32,10 +32,7 @@ _PAIR_S = 4.0
 
 
 def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dict[str, str]]:
-    """Return the ports to try towards *peer_host*, best first, and the reasons against the others.
-
-    All usable ports, or those that the setting rdma_devices names.
-    """
+    """Return the usable ports (of rdma_devices) towards *peer_host*, best first, and reasons against the others."""
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer_host))
     return [*choice.rails, *(() if loaded.rdma_devices else choice.spare)], dict(choice.rejected)
@@ -53,24 +50,29 @@ def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> 
     ``tcp``: minimum and median round trip in seconds. ``pairs``: the same and the MTU, or ``error``, for each of our
     ports with each of the peer's. ``rejected``: unusable ports of either side, and why.
     """
-    found: dict[str, Any] = {"host": name, "port": port, "error": None, "tcp": None, "pairs": [], "rejected": {}}
+    return _results((name, port), (name, port), key, wait_s, "",
+                    lambda control, found: _measure(control, loaded, found))
+
+
+def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float) -> dict[str, Any]:
+    """Let the listener *source* reach the listener *target*; return the results with ``source``."""
+    found = _results(source, target, key, wait_s, "the pinging host: ", lambda control, found: found.update(
+        _ask(control, "reach", {"host": target[0], "port": target[1]})))
+    return found | {"source": f"{source[0]}:{source[1]}"}
+
+
+def _results(server: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float, whose: str,
+             fill: Callable[[Control, dict[str, Any]], None]) -> dict[str, Any]:
+    """Connect to *server*; return the results about *target* that *fill* enters, or the error after *whose*."""
+    found: dict[str, Any] = {"host": target[0], "port": target[1], "error": None, "tcp": None, "pairs": [],
+                             "rejected": {}}
     try:
-        with connect(name, port, key, wait_s, _SILENCE_S) as control:
-            found["tcp"] = _echo(control)
-            _pairs(control, loaded, found)
+        with connect(*server, key, wait_s, _SILENCE_S) as control:
+            fill(control, found)
             control.stop()
     except (BpsError, OSError) as exc:
-        found["error"] = f"{type(exc).__name__}: {exc}"
+        found["error"] = f"{whose}{type(exc).__name__}: {exc}"
     return found
-
-
-def _echo(control: Control) -> dict[str, float]:
-    times = []
-    for _ in range(_N_ECHOES):
-        before_s = time.perf_counter()
-        _ask(control, "echo", {})
-        times.append(time.perf_counter() - before_s)
-    return {"min_s": min(times), "median_s": statistics.median(times)}
 
 
 def _ask(control: Control, what: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -78,12 +80,24 @@ def _ask(control: Control, what: str, fields: dict[str, Any]) -> dict[str, Any]:
     return control.receive(Answer, f"the answer to {what!r}").fields
 
 
-def _pairs(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
-    host = Host()
+def _usable(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dict[str, str]]:
+    """Return `rails`; settings that contradict the machine are a reason against all ports."""
     try:
-        own, rejected = rails(host, loaded, control.peer_host)
+        return rails(host, loaded, peer_host)
     except ConfigError as exc:
-        own, rejected = [], {"settings": str(exc)}
+        return [], {"settings": str(exc)}
+
+
+def _measure(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
+    """Enter into *found* the round trips over TCP, and those between all pairs of ports."""
+    times = []
+    for _ in range(_N_ECHOES):
+        before_s = time.perf_counter()
+        _ask(control, "echo", {})
+        times.append(time.perf_counter() - before_s)
+    found["tcp"] = {"min_s": min(times), "median_s": statistics.median(times)}
+    host = Host()
+    own, rejected = _usable(host, loaded, control.peer_host)
     theirs = _ask(control, "rails", {})
     found["name"] = theirs["host"]
     found["rejected"] = {"here": rejected, "there": theirs["rejected"]}
@@ -99,7 +113,6 @@ def _pairs(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
 
 
 def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> dict[str, Any]:
-    """Try one pair of ports."""
     with contextlib.closing(open_end(rail, host, verbs)) as end:
         answer = _ask(control, "open", {"rail": number, "offer": end.offer()})
         if answer.get("error"):
@@ -119,19 +132,6 @@ def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> 
         return {"mtu": end.mtu, "min_s": min(samples[1:]) / 1e9, "median_s": statistics.median(samples[1:]) / 1e9}
 
 
-def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float) -> dict[str, Any]:
-    """Let the listener *source* reach the listener *target*; return the results with ``source``."""
-    found: dict[str, Any] = {"host": target[0], "port": target[1], "tcp": None, "pairs": [], "rejected": {},
-                             "error": None}
-    try:
-        with connect(*source, key, wait_s, _SILENCE_S) as control:
-            found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
-            control.stop()
-    except (BpsError, OSError) as exc:
-        found["error"] = f"the pinging host: {type(exc).__name__}: {exc}"
-    return found | {"source": f"{source[0]}:{source[1]}"}
-
-_log = logging.getLogger("bpsfast")
 _CLIENT_SILENCE_S = 60.0
 _ALIVE_S = 1.0
 _MOST_CLIENTS = 32
@@ -139,25 +139,9 @@ _MOST_CLIENTS = 32
 
 def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
     """Answer clients until the socket is shut down or the process is interrupted; refuse strangers."""
-    places = threading.BoundedSemaphore(_MOST_CLIENTS)
-
-    def came(control: Control) -> None:
-        with control:
-            if not places.acquire(blocking=False):
-                return control.stop(f"it already has {_MOST_CLIENTS} clients, the most it accepts")
-            try:
-                _Client(control, secret, loaded).run()
-            except BpsError as exc:
-                _log.info("ping: %s", exc)
-            finally:
-                places.release()
-
-    door = handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came,
-                                    lambda exc: _log.info("ping: %s", exc),
-                                    lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
-    with contextlib.closing(door):
-        door.start()
-        door.wait()
+    with serving(listener, secret.key, _CLIENT_SILENCE_S, _MOST_CLIENTS, "ping",
+                 lambda control: _Client(control, secret, loaded).run()) as acceptor:
+        acceptor.wait()
 
 
 class _Client:
@@ -185,11 +169,12 @@ class _Client:
         if asked.what == "echo":
             return {}
         if asked.what == "rails":
-            return self._list()
+            self._rails, rejected = _usable(self._host, self._settings, self._control.peer_host)
+            return {"host": os.uname().nodename, "rails": [described(rail) for rail in self._rails],
+                    "rejected": rejected}
         if asked.what == "open":
             self._close()
-            self._end = end = open_end(self._rails[asked.fields["rail"]], self._host,
-                                              self._settings.verbs)
+            self._end = end = open_end(self._rails[asked.fields["rail"]], self._host, self._settings.verbs)
             end.connect(asked.fields["offer"])
             end.prepare(8, receives=True)
             return {"offer": end.offer()}
@@ -200,23 +185,14 @@ class _Client:
             return self._reach(**asked.fields)
         raise ConfigError(f"{asked.what!r} is not a known question, or not possible now")
 
-    def _list(self) -> dict[str, Any]:
-        try:
-            self._rails, rejected = rails(self._host, self._settings, self._control.peer_host)
-        except ConfigError as exc:
-            self._rails, rejected = [], {"settings": str(exc)}
-        return {"host": os.uname().nodename, "rails": [described(rail) for rail in self._rails],
-                "rejected": rejected}
-
     def _reach(self, host: str, port: int) -> dict[str, Any]:
         """Ping another listener for a client with the key, which receives `Alive` meanwhile."""
         if self._secret.is_public:  # with a public key anybody may ask, and the result would reveal open ports
             raise ConfigError("with BPSFAST_INSECURE=1 a listener does not ping for others: set BPSFAST_JOB_KEY to the "
                               "same random hex on all hosts (openssl rand -hex 32)")
         found: list[dict[str, Any]] = []
-        key = self._secret.key
-        worker = threading.Thread(
-            target=lambda: found.append(reach(host, port, key, self._settings, wait_s=5.0)), daemon=True)
+        worker = threading.Thread(target=lambda: found.append(
+            reach(host, port, self._secret.key, self._settings, wait_s=5.0)), daemon=True)
         worker.start()
         while worker.is_alive():
             worker.join(_ALIVE_S)

@@ -27,8 +27,7 @@ class ProviderLoop:
         self._send_cq, self._recv_cq, self._pairs = send_cq, recv_cq, pairs
         self._operation, self._nbytes, self._depth, self._inlined = operation, nbytes, depth, inlined
         self._receive_depth, self._receive_nbytes, self._receives = receive_depth, receive_nbytes, receives
-        self._moderation = moderation
-        self._idle_s, self._stall_s = idle_s, stall_s
+        self._moderation, self._idle_s, self._stall_s = moderation, idle_s, stall_s
         self._posted, self._completed = [0] * len(pairs), [0] * len(pairs)
         self._unsignalled = [0] * len(pairs)
         self._receive_goal: int | None = None
@@ -116,9 +115,7 @@ class ProviderLoop:
             stopped = stopped or (end_ns is not None and now_ns >= end_ns)
             unfinished = False
             for pair in range(len(self._pairs) if n_send != 0 else 0):
-                limit = n_send if n_send is not None else None
-                if stopped:
-                    limit = self._posted[pair] + (self._unsignalled[pair] > 0)
+                limit = self._posted[pair] + (self._unsignalled[pair] > 0) if stopped else n_send
                 while self._posted[pair] - self._completed[pair] < self._depth and (
                         limit is None or self._posted[pair] < limit):
                     following = self._posted[pair] + 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...hardware.affinity.binding import device_cores, on_cores
 from ...hardware.host import Host
-from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
+from ...hardware.nic_counters import CounterSnapshot, snapshot
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions, provider
 from ...orchestration.errors import BpsError, ConfigError, PeerLostError, StallError, UnsupportedError
@@ -98,14 +98,8 @@ class RdmaEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Connect the queue pairs to those that the peer offered (INIT -> RTR -> RTS).
 
-        Raises
-        ------
-        UnsupportedError
-            One port is InfiniBand, the other one Ethernet.
-        ConfigError
-            The requested MTU is larger than that of a port.
-        OSError
-            The device refuses.
+        Raises `UnsupportedError` if only one port is InfiniBand, `ConfigError` if the requested MTU is larger than that
+        of a port, `OSError` if the device refuses.
         """
         if peer["link_layer"] != self.port["link_layer"]:
             raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "
@@ -146,21 +140,20 @@ class RdmaEnd:
         }
         naps: dict[str, Any] = {"nap_s": _NAP_S} if only_receives and not plan.events else {}
         is_first = self._loop is None
-        self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **naps,
-                                       **options)
+        self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **naps, **options)
                       if self._is_native else ProviderLoop(self._send_cq, self._recv_cq, pairs, **options))
         if is_first and receives:
             self._loop.post_receives()
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
-        """Run `VerbsLoop.bandwidth` on the plan's cores, with errors as text."""
-        return self._in_words(lambda: self._loop.bandwidth(n_send, n_receive, duration_s))
+        """Run `VerbsLoop.bandwidth` on the plan's cores; errors name the operation and both ports."""
+        return self._explained(lambda: self._loop.bandwidth(n_send, n_receive, duration_s))
 
     def latency(self, n: int, first: bool) -> bytes:
-        """Run `VerbsLoop.latency` on the plan's cores, with errors as text."""
-        return self._in_words(lambda: self._loop.latency(n, first))
+        """Run `VerbsLoop.latency` on the plan's cores; errors as in `bandwidth`."""
+        return self._explained(lambda: self._loop.latency(n, first))
 
-    def _in_words(self, run: Any) -> Any:
+    def _explained(self, run: Any) -> Any:
         try:
             with on_cores(self._cores):
                 return run()
@@ -212,8 +205,3 @@ def described(rail: Rail) -> dict[str, Any]:
     return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
             "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
             "reason": rail.reason}
-
-
-def deltas(before: list[CounterSnapshot], after: list[CounterSnapshot]) -> list[CounterDelta]:
-    """Return the changes between two lists of snapshots, by port."""
-    return [difference(first, last) for first, last in zip(before, after)]

@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ...hardware.nic_counters import CounterDelta
 from .perf_plan import Plan
 
 _IMPROVEMENTS = 50
@@ -51,11 +54,8 @@ def bandwidth(nbytes: int, sent: int, seconds: float, peak_s: float | None) -> d
 
 def both(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     """Return the sum of two directions, as -b of perftest prints it."""
-    peaks = [each["peak_bytes_per_s"] for each in (own, peer)]
-    return {"messages": own["messages"] + peer["messages"], "seconds": max(own["seconds"], peer["seconds"]),
-            "average_bytes_per_s": own["average_bytes_per_s"] + peer["average_bytes_per_s"],
-            "peak_bytes_per_s": None if None in peaks else sum(peaks),
-            "messages_per_s": own["messages_per_s"] + peer["messages_per_s"]}
+    return {name: max(own[name], peer[name]) if name == "seconds"
+            else None if None in (own[name], peer[name]) else own[name] + peer[name] for name in own}
 
 
 def latency(samples_ns: bytes | Sequence[int], n_warmup: int, halves: bool) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def _nanoseconds(values: bytes | Sequence[int]) -> np.ndarray:
     return np.frombuffer(values, np.int64) if isinstance(values, bytes) else np.asarray(values, np.int64)
 
 _RULE = "-" * 91
-_BW_HEAD = (" #bytes", "#iterations", "BW peak[Gb/sec]", "BW average[Gb/sec]", "MsgRate[Mpps]")
-_LAT_HEAD = (" #bytes", "#iterations", "t_min[usec]", "t_max[usec]", "t_typical[usec]", "t_avg[usec]", "t_stdev[usec]",
-             "99% percentile[usec]", "99.9% percentile[usec]")
+_HEADS = {"bw": (" #bytes", "#iterations", "BW peak[Gb/sec]", "BW average[Gb/sec]", "MsgRate[Mpps]"),
+          "lat": (" #bytes", "#iterations", "t_min[usec]", "t_max[usec]", "t_typical[usec]", "t_avg[usec]",
+                  "t_stdev[usec]", "99% percentile[usec]", "99.9% percentile[usec]")}
 _LAT_FIELDS = ("min_s", "max_s", "typical_s", "average_s", "stdev_s", "p99_s", "p999_s")
 
 
@@ -117,16 +117,13 @@ def where(place: dict[str, Any]) -> str:
 
 def head(plan: Plan) -> str:
     """Return the head of the table."""
-    names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
-    return "  ".join(names) + ("  verbs" if len(plan.providers) > 1 else "")
+    return "  ".join(_HEADS[plan.verb]) + ("  verbs" if len(plan.providers) > 1 else "")
 
 
 def line(plan: Plan, row: dict[str, Any]) -> str:
     """Return one row, followed by counted errors."""
-    cells = cells_of(plan, row)
-    names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
     text = "  ".join(f" {cell:<{len(name) - 1}}" if i == 0 else f"{cell:<{len(name)}}"
-                     for i, (cell, name) in enumerate(zip(cells, names)))
+                     for i, (cell, name) in enumerate(zip(cells_of(plan, row), _HEADS[plan.verb])))
     if len(plan.providers) > 1:
         text += f"  {row['verbs']}"
     return "\n".join([text.rstrip(), *trouble(row)])
@@ -149,26 +146,21 @@ def trouble(row: dict[str, Any]) -> list[str]:
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:
     """Return the counters of the whole run, one line for each port of each side."""
-    totals: dict[tuple[str, str, int], dict[str, int]] = {}
+    totals: dict[tuple[str, str, int], Counter[str]] = defaultdict(Counter)
     for row in rows:
         for side, found in row["counters"].items():
             for delta in found:
-                into = totals.setdefault((side, delta["device"], delta["port"]), {})
-                for name, value in delta["changes"].items():
-                    into[name] = into.get(name, 0) + value
-    from ...hardware.nic_counters import CounterDelta
-
+                totals[side, delta["device"], delta["port"]].update(delta["changes"])
     return [CounterDelta(f"{side} {device}", port, 0.0, changes, False, False).line()
             for (side, device, port), changes in totals.items()]
 
 
 def data(plan: Plan, places: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON data: bytes, seconds, bytes per second."""
-    options = {name: getattr(plan, name) for name in plan.__struct_fields__}
-    return {"plan": options, "places": places, "rows": rows}
+    return {"plan": msgspec.structs.asdict(plan), "places": places, "rows": rows}
 
 
 def table(plan: Plan, rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return the CSV rows, head first."""
-    names = [name.strip() for name in (_BW_HEAD if plan.verb == "bw" else _LAT_HEAD)]
-    return [[*names, "verbs"], *([*cells_of(plan, row), row["verbs"] or ""] for row in rows)]
+    return [[*map(str.strip, _HEADS[plan.verb]), "verbs"],
+            *([*cells_of(plan, row), row["verbs"] or ""] for row in rows)]

@@ -43,13 +43,7 @@ class ShmEnd:
                 "fds": [self._lane.fileno(), self._bell.fileno(), self._data.fileno()]}
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """Map the peer's memory.
-
-        Raises
-        ------
-        UnsupportedError
-            The peer is on another machine, or this process may not open its memory.
-        """
+        """Map the peer's memory; raise `UnsupportedError` if it is on another machine, or may not be opened."""
         if peer["boot"] != boot_id():
             raise UnsupportedError(f"--transport shm: the peer runs on another machine, {peer['host']}; shared memory "
                                    "needs one machine")
@@ -84,13 +78,13 @@ class ShmEnd:
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
         """Run `MemoryLoop.bandwidth`; it records no times of single messages."""
         assert self._loop is not None
-        return *self._in_words(lambda loop: loop.bandwidth(n_send, n_receive, duration_s)), b"", b""
+        return *self._run(lambda loop: loop.bandwidth(n_send, n_receive, duration_s)), b"", b""
 
     def latency(self, n: int, first: bool) -> bytes:
         """Run `MemoryLoop.latency`."""
-        return self._in_words(lambda loop: loop.latency(n, first))
+        return self._run(lambda loop: loop.latency(n, first))
 
-    def _in_words(self, run: Any) -> Any:
+    def _run(self, run: Any) -> Any:
         try:
             return run(self._loop)
         except OSError as exc:

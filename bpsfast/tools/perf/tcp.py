@@ -47,19 +47,19 @@ class TcpEnd:
         self.all_sent: int | None = None
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
-        self._door: HandshakeAcceptor[security.StreamHello] | None = None
-        self._came: queue.Queue[tuple[security.StreamHello, socket.socket]] = queue.Queue()
+        self._acceptor: HandshakeAcceptor[security.StreamHello] | None = None
+        self._accepted: queue.Queue[tuple[security.StreamHello, socket.socket]] = queue.Queue()
         self._early: dict[int, socket.socket] = {}  # by number
         self._refused = ""
         if is_server:
             family = socket.AF_INET6 if ":" in control.own_host else socket.AF_INET
             self._listener = socket.create_server((control.own_host, 0), family=family)
-            self._door = HandshakeAcceptor(
+            self._acceptor = HandshakeAcceptor(
                 self._listener, lambda sock: security.plain_handshake_acceptor(
                     sock, self._key, _CONTEXT, peer=0, epoch=_EPOCH, timeout_s=_CONNECT_S),
-                lambda sock, hello: self._came.put((hello, sock)), self._refuse, self._refuse, plan.pairs,
+                lambda sock, hello: self._accepted.put((hello, sock)), self._refuse, self._refuse, plan.pairs,
                 "bpsfast-perf-data")
-            self._door.start()
+            self._acceptor.start()
 
     def offer(self) -> dict[str, Any]:
         """Return the port of the streams, if this side listens."""
@@ -68,10 +68,7 @@ class TcpEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Open the streams.
 
-        Raises
-        ------
-        StallError, PeerLostError, MismatchError
-            Nobody answers; the peer is gone; the job keys differ.
+        Raises `StallError` if nobody answers, `PeerLostError` if the peer is gone, `MismatchError` if job keys differ.
         """
         for number in range(self.plan.pairs):
             sock = self._accept(number) if self._listener else self._dial(peer["port"], number)
@@ -89,7 +86,7 @@ class TcpEnd:
         deadline = time.monotonic() + _CONNECT_S
         while number not in self._early:  # threads accept them in any order
             try:
-                hello, sock = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
+                hello, sock = self._accepted.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 assert self._listener is not None
                 also = f"; refused: {self._refused}" if self._refused else ""
@@ -103,11 +100,11 @@ class TcpEnd:
         self._refused = str(why)
 
     def _dial(self, port: int, number: int) -> socket.socket:
-        where = (self._control.peer_host, port)
+        host = self._control.peer_host
         try:
-            sock = socket.create_connection(where, timeout=_CONNECT_S)
+            sock = socket.create_connection((host, port), timeout=_CONNECT_S)
         except OSError as exc:
-            raise StallError(f"data connection {number} to {where[0]}:{port}: {exc}; is that port open?") from exc
+            raise StallError(f"data connection {number} to {host}:{port}: {exc}; is that port open?") from exc
         try:
             hello = security.StreamHello(peer=0, stream=number, epoch=_EPOCH)
             security.plain_handshake_dialer(sock, self._key, _CONTEXT, hello, _CONNECT_S)
@@ -153,7 +150,6 @@ class TcpEnd:
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
         """Post *n_send* messages on each stream (None: for *duration_s*) and receive *n_receive*; as `VerbsLoop`."""
-        window = self._n_slots
         goal = None if n_send is None else n_send * len(self._streams)
         posted_ns, completed_ns = array.array("q"), array.array("q")
         begun_ns = ended_ns = now_ns = time.monotonic_ns()
@@ -166,7 +162,7 @@ class TcpEnd:
         while True:
             if end_ns is not None and now_ns >= end_ns:
                 goal = posted
-            while posted - sent < window and (goal is None or posted < goal):
+            while posted - sent < self._n_slots and (goal is None or posted < goal):
                 posted_ns.append(now_ns)
                 self._post(posted)
                 posted += 1
@@ -224,12 +220,9 @@ class TcpEnd:
 
     def close(self) -> None:
         """Close the streams. Idempotent."""
-        for stream in self._streams:
-            stream.close()
-        if self._door is not None:
-            self._door.close()
-        while not self._came.empty():
-            self._came.get()[1].close()
-        for sock in self._early.values():
-            sock.close()
-        self._memory.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        while not self._accepted.empty():
+            self._accepted.get()[1].close()
+        for each in (*self._streams, *self._early.values(), self._memory):
+            each.close()

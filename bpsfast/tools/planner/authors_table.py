@@ -41,17 +41,18 @@ class Line(NamedTuple):
     """One model: counted and printed figures, and contradictions by cell."""
 
     name: str
-    title: str
-    dtype: str
-    n_parameters: int
-    ideal_ms: float
+    model: catalog.Model
+    compute: catalog.Compute
     printed: PrintedRow
-    forward_ms: float
-    backward_ms: float
-    batch: int
+    ideal_ms: float
     shuffled_tb: float
     parameters_contradicted: str
     ideal_contradicted: str
+
+    @property
+    def contradictions(self) -> list[str]:
+        """Why printed cells cannot be right."""
+        return [why for why in (self.parameters_contradicted, self.ideal_contradicted) if why]
 
 
 def lines() -> list[Line]:
@@ -60,45 +61,43 @@ def lines() -> list[Line]:
     for name, printed in PRINTED.items():
         model = catalog.load(name)
         assert model.compute is not None
-        ideal_ms = _ideal_ms(model.n_parameters, model.dtype)
         found.append(Line(
-            name, model.title, model.dtype, model.n_parameters, ideal_ms, printed, model.compute.forward_s * 1e3,
-            model.compute.backward_s * 1e3, model.compute.batch, 2 * model.nbytes * printed.n_steps / 1e12,
-            _parameters(printed, model.n_parameters), _ideal(printed, model.dtype, model.n_parameters)))
+            name, model, model.compute, printed, _ideal_ms(model.n_parameters, model.dtype),
+            2 * model.nbytes * printed.n_steps / 1e12, _parameters(printed, model.n_parameters),
+            _ideal(printed, model.dtype, model.n_parameters)))
     return found
 
 
 def text() -> str:
     """Return the table as text; ``!`` marks a contradicted cell, explained below."""
     found = lines()
-    notes = [f"! {line.title}: {why}" for line in found
-             for why in (line.parameters_contradicted, line.ideal_contradicted) if why]
     return "\n".join([
         output.columns(rows(found), right=range(2, len(_HEAD))), "",
         f"ideal: all gradients once through {_GBPS:g} Gbit/s. printed: by BytePS's authors, as are the compute times "
-        "(one V100).", "TB: pushed and pulled by one worker until convergence, with the steps of the published "
-                       "recipe.", *notes])
+        "(one V100).",
+        "TB: pushed and pulled by one worker until convergence, with the steps of the published recipe.",
+        *(f"! {line.model.title}: {why}" for line in found for why in line.contradictions)])
 
 
 def rows(found: list[Line]) -> list[tuple[str, ...]]:
     """Return the cells, head first."""
     return [_HEAD, *((
-        line.title, line.dtype, f"{line.n_parameters / 1e6:.1f}M",
+        line.model.title, line.model.dtype, f"{line.model.n_parameters / 1e6:.1f}M",
         "-" if line.printed.millions is None else _marked(f"{line.printed.millions}M", line.parameters_contradicted),
-        f"{line.ideal_ms:.2f} ms", _marked(f"{line.printed.ideal_ms:g} ms", line.ideal_contradicted), str(line.batch),
-        f"{line.forward_ms:.0f} ms", f"{line.backward_ms:.0f} ms", f"{line.printed.n_steps:,}",
-        f"{line.shuffled_tb:.0f}") for line in found)]
+        f"{line.ideal_ms:.2f} ms", _marked(f"{line.printed.ideal_ms:g} ms", line.ideal_contradicted),
+        str(line.compute.batch), f"{line.compute.forward_s * 1e3:.0f} ms", f"{line.compute.backward_s * 1e3:.0f} ms",
+        f"{line.printed.n_steps:,}", f"{line.shuffled_tb:.0f}") for line in found)]
 
 
 def data() -> list[dict[str, Any]]:
     """Return the JSON data."""
     return [{
-        "model": line.name, "dtype": line.dtype, "n_parameters": line.n_parameters,
+        "model": line.name, "dtype": line.model.dtype, "n_parameters": line.model.n_parameters,
         "printed_n_parameters": None if line.printed.millions is None else line.printed.millions * 1_000_000,
-        "ideal_s": line.ideal_ms / 1e3, "printed_ideal_s": line.printed.ideal_ms / 1e3, "batch": line.batch,
-        "forward_s": line.forward_ms / 1e3, "backward_s": line.backward_ms / 1e3, "n_steps": line.printed.n_steps,
+        "ideal_s": line.ideal_ms / 1e3, "printed_ideal_s": line.printed.ideal_ms / 1e3, "batch": line.compute.batch,
+        "forward_s": line.compute.forward_s, "backward_s": line.compute.backward_s, "n_steps": line.printed.n_steps,
         "recipe": line.printed.recipe, "shuffled_bytes": line.shuffled_tb * 1e12,
-        "contradictions": [why for why in (line.parameters_contradicted, line.ideal_contradicted) if why],
+        "contradictions": line.contradictions,
     } for line in lines()]
 
 

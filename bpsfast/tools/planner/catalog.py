@@ -63,28 +63,30 @@ class Model:
         return [TensorSpec(name=name, dtype=self.dtype, shape=shape, group=self.name)
                 for name, shape in self.shapes.items()]
 
-_HARDWARE = "V100"
-
 
 class _Entry(NamedTuple):
-    """How to make one model: `compute` is (forward ms, backward ms, batch, unit), None if it is not published."""
+    """How to make one model; `compute` is None if it is not published."""
 
     title: str
     shapes: Callable[[], Shapes]
     dtype: str = "float32"
-    compute: tuple[float, float, int, str] | None = None
+    compute: Compute | None = None
+
+
+def _v100(forward_ms: float, backward_ms: float, batch: int, unit: str) -> Compute:
+    return Compute(forward_ms / 1e3, backward_ms / 1e3, batch, unit, "V100")
 
 
 # the authors train BERT with half-precision gradients (as their ideal times show), all others in float32
 _ENTRIES: Mapping[str, _Entry] = {
-    "resnet50": _Entry("ResNet-50", model_shapes.resnet50, "float32", (32, 64, 32, "images")),
+    "resnet50": _Entry("ResNet-50", model_shapes.resnet50, "float32", _v100(32, 64, 32, "images")),
     "resnet18": _Entry("ResNet-18", model_shapes.resnet18),
-    "vgg16": _Entry("VGG-16", model_shapes.vgg16, "float32", (49, 100, 32, "images")),
+    "vgg16": _Entry("VGG-16", model_shapes.vgg16, "float32", _v100(49, 100, 32, "images")),
     "vgg19": _Entry("VGG-19", model_shapes.vgg19),
     "inception-bn": _Entry("Inception-BN", model_shapes.inception_bn),
-    "transformer": _Entry("Transformer base", model_shapes.transformer, "float32", (95, 114, 16, "samples")),
-    "bert-base": _Entry("BERT-base", model_shapes.bert_base, "float16", (188, 281, 85, "samples")),
-    "bert-large": _Entry("BERT-large", model_shapes.bert_large, "float16", (339, 508, 35, "samples")),
+    "transformer": _Entry("Transformer base", model_shapes.transformer, "float32", _v100(95, 114, 16, "samples")),
+    "bert-base": _Entry("BERT-base", model_shapes.bert_base, "float16", _v100(188, 281, 85, "samples")),
+    "bert-large": _Entry("BERT-large", model_shapes.bert_large, "float16", _v100(339, 508, 35, "samples")),
     "gpt2": _Entry("GPT-2 small", model_shapes.gpt2),
     "ugatit": _Entry("U-GAT-IT", model_shapes.ugatit),
 }
@@ -94,21 +96,11 @@ MODELS: Mapping[str, Callable[[], Shapes]] = {name: entry.shapes for name, entry
 
 
 def load(name: str) -> Model:
-    """Return the built-in model *name*.
-
-    Raises
-    ------
-    ConfigError
-        There is no such model.
-    """
+    """Return the built-in model *name*; raise `ConfigError` if there is no such model."""
     if name not in _ENTRIES:
         raise ConfigError(f"model {name!r} is not built in; there are {', '.join(_ENTRIES)}")
     title, shapes, dtype, compute = _ENTRIES[name]
-    times = None
-    if compute is not None:
-        forward_ms, backward_ms, batch, unit = compute
-        times = Compute(forward_ms / 1e3, backward_ms / 1e3, batch, unit, _HARDWARE)
-    return Model(name, title, shapes(), dtype, times)
+    return Model(name, title, shapes(), dtype, compute)
 
 
 def n_elements(name: str) -> list[int]:
@@ -127,10 +119,7 @@ _MOST_NBYTES = 64 << 20
 def named(name: str, dtype: str | None = None) -> Model:
     """Return the built-in model *name* or, if there is none, the model in the file *name*; *dtype* overrides its dtype.
 
-    Raises
-    ------
-    ConfigError
-        There is neither, the file cannot be read or parsed, or the dtype has no kernel.
+    Raises `ConfigError` if there is neither, the file is invalid, or the dtype has no kernel.
     """
     if name in MODELS:
         return _with_dtype(load(name), dtype)
@@ -183,22 +172,17 @@ def _read(path: Path) -> Shapes:
     except UnicodeDecodeError:
         raise ConfigError(f"model file {path} is not text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
                           "or JSON {\"NAME\": [4096, 25088]}") from None
-    shapes = _of_json(path, text) if text.lstrip().startswith("{") else _of_lines(path, text)
-    if not shapes:
-        raise ConfigError(f"model file {path} names no tensor; expected lines NAME SHAPE, such as fc.weight 4096x25088")
-    return shapes
-
-
-def _of_json(path: Path, text: str) -> Shapes:
     try:
-        told = json.loads(text)
-    except ValueError as exc:
+        listed = json.loads(text) if text.lstrip().startswith("{") else _of_lines(path, text)
+    except json.JSONDecodeError as exc:
         raise ConfigError(f"model file {path} is not JSON: {exc}") from None
-    return {name: _shape(path, name, lengths) for name, lengths in told.items()}
+    if not listed:
+        raise ConfigError(f"model file {path} names no tensor; expected lines NAME SHAPE, such as fc.weight 4096x25088")
+    return {name: _shape(path, name, lengths) for name, lengths in listed.items()}
 
 
-def _of_lines(path: Path, text: str) -> Shapes:
-    shapes: Shapes = {}
+def _of_lines(path: Path, text: str) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -208,7 +192,7 @@ def _of_lines(path: Path, text: str) -> Shapes:
                               "fc.weight 4096x25088")
         if words[0] in shapes:
             raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} occurs twice")
-        shapes[words[0]] = _shape(path, words[0], [int(length) for length in re.split("[x,]", words[1])])
+        shapes[words[0]] = [int(length) for length in re.split("[x,]", words[1])]
     return shapes
 
 

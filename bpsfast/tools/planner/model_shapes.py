@@ -14,7 +14,6 @@ _CLASSES = 1000
 #: Blocks of the residual networks: width, number.
 _BOTTLENECK_BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))
 _BASIC_BLOCKS = ((64, 2), (128, 2), (256, 2), (512, 2))
-_EXPANSION = 4
 #: Block -> channels of 1x1 (0: none), of the 3x3 and its reduction, of both double 3x3 and theirs, of the projection.
 _INCEPTION = {
     "3a": (64, 64, 64, 64, 96, 32), "3b": (64, 64, 96, 64, 96, 64), "3c": (0, 128, 160, 64, 96, 0),
@@ -24,6 +23,15 @@ _INCEPTION = {
 }
 _BERT_WORDS, _BERT_POSITIONS, _BERT_SEGMENTS = 30522, 512, 2
 _UGATIT_CHANNELS, _UGATIT_BLOCKS, _UGATIT_PIXELS = 64, 4, 256
+
+
+def _affine(shapes: Shapes, name: str, shape: tuple[int, ...], n_out: int) -> None:
+    """Add a weight of *shape*, and the bias of its *n_out* outputs."""
+    shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, (n_out,)
+
+
+def _norm(shapes: Shapes, name: str, width: int) -> None:
+    shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
 
 
 def vgg16() -> Shapes:
@@ -41,56 +49,45 @@ def vgg19() -> Shapes:
 
 def _vgg(channels: tuple[int, ...]) -> Shapes:
     shapes: Shapes = {}
-    n_in = 3
-    for i, n_out in enumerate(channels, start=1):
-        shapes[f"conv{i}.weight"], shapes[f"conv{i}.bias"] = (n_out, n_in, 3, 3), (n_out,)
-        n_in = n_out
+    for i, (n_in, n_out) in enumerate(zip((3, *channels), channels), start=1):
+        _affine(shapes, f"conv{i}", (n_out, n_in, 3, 3), n_out)
     for i, (n_in, n_out) in enumerate(((512 * 7 * 7, 4096), (4096, 4096), (4096, _CLASSES)), start=1):
-        shapes[f"fc{i}.weight"], shapes[f"fc{i}.bias"] = (n_out, n_in), (n_out,)
+        _affine(shapes, f"fc{i}", (n_out, n_in), n_out)
     return shapes
 
 
 def resnet18() -> Shapes:
-    """Return ResNet-18 (arXiv:1512.03385), of which most tensors are tiny.
-
-    11,689,512 parameters in 62 tensors, as torchvision's ``resnet18`` has.
-    """
-    shapes: Shapes = {}
-    _convolution(shapes, "conv1", "bn1", 3, 64, 7)
-    n_in = 64
-    for layer, (width, n_blocks) in enumerate(_BASIC_BLOCKS, start=1):
-        for block in range(n_blocks):
-            at = f"layer{layer}.{block}"
-            _convolution(shapes, f"{at}.conv1", f"{at}.bn1", n_in, width, 3)
-            _convolution(shapes, f"{at}.conv2", f"{at}.bn2", width, width, 3)
-            if n_in != width:
-                _convolution(shapes, f"{at}.downsample.0", f"{at}.downsample.1", n_in, width, 1)
-            n_in = width
-    shapes["fc.weight"], shapes["fc.bias"] = (_CLASSES, n_in), (_CLASSES,)
-    return shapes
+    """Return ResNet-18 (arXiv:1512.03385): 11,689,512 parameters in 62 mostly tiny tensors, as torchvision's."""
+    return _resnet(_BASIC_BLOCKS, (3, 3), 1)
 
 
 def resnet50() -> Shapes:
     """Return ResNet-50: 25,557,032 parameters in 161 tensors, as torchvision's ``resnet50`` has."""
+    return _resnet(_BOTTLENECK_BLOCKS, (1, 3, 1), 4)
+
+
+def _resnet(layers: tuple[tuple[int, int], ...], kernels: tuple[int, ...], expansion: int) -> Shapes:
+    """Return a residual network whose blocks have convolutions of *kernels*, the last one with more channels."""
     shapes: Shapes = {}
-    _convolution(shapes, "conv1", "bn1", 3, 64, 7)
+
+    def convolution(name: str, norm: str, n_in: int, n_out: int, kernel: int) -> None:
+        shapes[f"{name}.weight"] = (n_out, n_in, kernel, kernel)
+        _norm(shapes, norm, n_out)
+
+    convolution("conv1", "bn1", 3, 64, 7)
     n_in = 64
-    for layer, (width, n_blocks) in enumerate(_BOTTLENECK_BLOCKS, start=1):
+    for layer, (width, n_blocks) in enumerate(layers, start=1):
+        n_out = width * expansion
         for block in range(n_blocks):
             at = f"layer{layer}.{block}"
-            _convolution(shapes, f"{at}.conv1", f"{at}.bn1", n_in, width, 1)
-            _convolution(shapes, f"{at}.conv2", f"{at}.bn2", width, width, 3)
-            _convolution(shapes, f"{at}.conv3", f"{at}.bn3", width, width * _EXPANSION, 1)
-            if block == 0:
-                _convolution(shapes, f"{at}.downsample.0", f"{at}.downsample.1", n_in, width * _EXPANSION, 1)
-            n_in = width * _EXPANSION
-    shapes["fc.weight"], shapes["fc.bias"] = (_CLASSES, n_in), (_CLASSES,)
+            inner = (n_in, *[width] * (len(kernels) - 1), n_out)
+            for i, kernel in enumerate(kernels, start=1):
+                convolution(f"{at}.conv{i}", f"{at}.bn{i}", inner[i - 1], inner[i], kernel)
+            if n_in != n_out:
+                convolution(f"{at}.downsample.0", f"{at}.downsample.1", n_in, n_out, 1)
+            n_in = n_out
+    _affine(shapes, "fc", (_CLASSES, n_in), _CLASSES)
     return shapes
-
-
-def _convolution(shapes: Shapes, name: str, norm: str, n_in: int, n_out: int, kernel: int) -> None:
-    shapes[f"{name}.weight"] = (n_out, n_in, kernel, kernel)
-    shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (n_out,)
 
 
 def inception_bn() -> Shapes:
@@ -102,7 +99,7 @@ def inception_bn() -> Shapes:
     shapes: Shapes = {}
 
     def convolution(name: str, n_in: int, n_out: int, kernel: int) -> int:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (n_out, n_in, kernel, kernel), (n_out,)
+        _affine(shapes, name, (n_out, n_in, kernel, kernel), n_out)
         shapes[f"{name}.gamma"] = shapes[f"{name}.beta"] = (n_out,)
         return n_out
 
@@ -118,8 +115,9 @@ def inception_bn() -> Shapes:
         n_out += convolution(f"{block}_double_3x3_1", reduced, double, 3)
         # a block that halves the image passes its input through pooling instead of a projection
         n_in = n_out + (convolution(f"{block}_proj", n_in, projected, 1) if projected else n_in)
-    shapes["fc.weight"], shapes["fc.bias"] = (_CLASSES, n_in), (_CLASSES,)
+    _affine(shapes, "fc", (_CLASSES, n_in), _CLASSES)
     return shapes
+
 
 def transformer() -> Shapes:
     """Return the translation transformer "base" (arXiv:1706.03762): 6 + 6 layers of width 512.
@@ -135,19 +133,16 @@ def transformer() -> Shapes:
     def norm(name: str) -> None:
         shapes[f"{name}.scale"] = shapes[f"{name}.bias"] = (width,)
 
-    def attention(name: str) -> None:
-        norm(f"{name}.norm")
-        for part in ("query", "key", "value", "output"):
-            shapes[f"{name}.{part}"] = (width, width)
-
     for half, attentions in (("encoder", ("self",)), ("decoder", ("self", "encdec"))):
         for layer in range(n_layers):
             at = f"{half}{layer}"
             for each in attentions:
-                attention(f"{at}.{each}")
+                norm(f"{at}.{each}.norm")
+                for part in ("query", "key", "value", "output"):
+                    shapes[f"{at}.{each}.{part}"] = (width, width)
             norm(f"{at}.ffn.norm")
-            for name, n_in, n_out in (("inner", width, inner), ("outer", inner, width)):
-                shapes[f"{at}.ffn.{name}.weight"], shapes[f"{at}.ffn.{name}.bias"] = (n_in, n_out), (n_out,)
+            _affine(shapes, f"{at}.ffn.inner", (width, inner), inner)
+            _affine(shapes, f"{at}.ffn.outer", (inner, width), width)
         norm(f"{half}.norm")
     return shapes
 
@@ -167,29 +162,25 @@ def bert_large() -> Shapes:
 
 
 def _bert(n_layers: int, width: int) -> Shapes:
-    shapes: Shapes = {}
-
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+    shapes: Shapes = {"embeddings.word.weight": (_BERT_WORDS, width),
+                      "embeddings.position.weight": (_BERT_POSITIONS, width),
+                      "embeddings.segment.weight": (_BERT_SEGMENTS, width)}
 
     def dense(name: str, n_out: int, n_in: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (n_out, n_in), (n_out,)
+        _affine(shapes, name, (n_out, n_in), n_out)
 
-    shapes["embeddings.word.weight"] = (_BERT_WORDS, width)
-    shapes["embeddings.position.weight"] = (_BERT_POSITIONS, width)
-    shapes["embeddings.segment.weight"] = (_BERT_SEGMENTS, width)
-    norm("embeddings.norm")
+    _norm(shapes, "embeddings.norm", width)
     for layer in range(n_layers):
         at = f"layer{layer}"
         for part in ("query", "key", "value", "output"):
             dense(f"{at}.attention.{part}", width, width)
-        norm(f"{at}.attention.norm")
+        _norm(shapes, f"{at}.attention.norm", width)
         dense(f"{at}.intermediate", 4 * width, width)
         dense(f"{at}.output", width, 4 * width)
-        norm(f"{at}.norm")
+        _norm(shapes, f"{at}.norm", width)
     dense("pooler", width, width)
     dense("words.transform", width, width)
-    norm("words.norm")
+    _norm(shapes, "words.norm", width)
     shapes["words.bias"] = (_BERT_WORDS,)
     dense("next_sentence", 2, width)
     return shapes
@@ -205,20 +196,14 @@ def gpt2() -> Shapes:
     words, positions, width, n_layers = 50257, 1024, 768, 12
     shapes: Shapes = {"wte.weight": (words, width), "wpe.weight": (positions, width)}
 
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
-
-    def dense(name: str, n_in: int, n_out: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (n_in, n_out), (n_out,)
-
     for layer in range(n_layers):
-        norm(f"h{layer}.ln_1")
-        dense(f"h{layer}.attn.c_attn", width, 3 * width)
-        dense(f"h{layer}.attn.c_proj", width, width)
-        norm(f"h{layer}.ln_2")
-        dense(f"h{layer}.mlp.c_fc", width, 4 * width)
-        dense(f"h{layer}.mlp.c_proj", 4 * width, width)
-    norm("ln_f")
+        _norm(shapes, f"h{layer}.ln_1", width)
+        _affine(shapes, f"h{layer}.attn.c_attn", (width, 3 * width), 3 * width)
+        _affine(shapes, f"h{layer}.attn.c_proj", (width, width), width)
+        _norm(shapes, f"h{layer}.ln_2", width)
+        _affine(shapes, f"h{layer}.mlp.c_fc", (width, 4 * width), 4 * width)
+        _affine(shapes, f"h{layer}.mlp.c_proj", (4 * width, width), width)
+    _norm(shapes, "ln_f", width)
     return shapes
 
 
@@ -263,7 +248,7 @@ def _generator(shapes: Shapes, at: str, light: bool) -> None:
 def _discriminator(shapes: Shapes, at: str, n_layers: int) -> None:
     n_in, n_out = 3, _UGATIT_CHANNELS
     for layer in range(n_layers - 1):
-        shapes[f"{at}.conv{layer}.weight"], shapes[f"{at}.conv{layer}.bias"] = (n_out, n_in, 4, 4), (n_out,)
+        _affine(shapes, f"{at}.conv{layer}", (n_out, n_in, 4, 4), n_out)
         n_in, n_out = n_out, 2 * n_out
     _attention(shapes, at, n_in)
     shapes[f"{at}.conv"] = (1, n_in, 4, 4)
@@ -272,4 +257,4 @@ def _discriminator(shapes: Shapes, at: str, n_layers: int) -> None:
 def _attention(shapes: Shapes, at: str, width: int) -> None:
     """Add the class activation map: two logits from pooled channels, and the 1x1 convolution that joins both halves."""
     shapes[f"{at}.gap_fc"] = shapes[f"{at}.gmp_fc"] = (1, width)
-    shapes[f"{at}.conv1x1.weight"], shapes[f"{at}.conv1x1.bias"] = (width, 2 * width, 1, 1), (width,)
+    _affine(shapes, f"{at}.conv1x1", (width, 2 * width, 1, 1), width)

@@ -46,8 +46,8 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
     for each in plan.predictions:
         above = "-" if not each.placed_s else f"{max(0.0, each.placed_s / each.formula_s - 1):.1%}"
         time_s = each.formula_s if each.placed_s is None else each.placed_s
-        table.append((each.layout, _ms(each.formula_s), "-" if each.placed_s is None else _ms(each.placed_s), above,
-                      "-" if each.step_s is None else _ms(each.step_s), f"{ring_s / time_s:.2f}x" if time_s else "-"))
+        table.append((each.layout, _ms(each.formula_s), _ms(each.placed_s), above, _ms(each.step_s),
+                      f"{ring_s / time_s:.2f}x" if time_s else "-"))
     return table
 
 
@@ -72,15 +72,14 @@ def _compression(plan: Plan) -> list[str]:
         return [f"{describe(codec)}: does not pay off, because a single worker sends nothing"]
     if not choice.names:
         return [f"{describe(codec)}: does not pay off; communication {_ms(choice.plain_s)} without, "
-                f"{_ms(choice.all_s)} "
-                "with all compressed"]
+                f"{_ms(choice.all_s)} with all compressed"]
     lines = [f"{describe(codec)}: pays off for {len(choice.names)} of {choice.n_tensors} tensors; "
              f"{choice.wire_nbytes / 1e6:.2f} MB travel instead of {choice.plain_nbytes / 1e6:.1f} MB; communication "
              f"{_ms(choice.time_s)} instead of {_ms(choice.plain_s)} (wire {_ms(choice.wire_s)}, kernels "
              f"{_ms(choice.kernels_s)}; {_ms(choice.all_s)} with all compressed)"]
     if plan.compute is not None:
-        steps = [step_s(plan.model, plan.compute, time_s) or 0.0 for time_s in (choice.time_s, choice.plain_s)]
-        lines[0] += f"; step {_ms(steps[0])} instead of {_ms(steps[1])}"
+        steps = [_ms(step_s(plan.model, plan.compute, time_s)) for time_s in (choice.time_s, choice.plain_s)]
+        lines[0] += f"; step {steps[0]} instead of {steps[1]}"
     some = sorted(left, key=lambda name: -prod(plan.model.shapes[name]))[:_MOST_NAMES]
     if some:
         more = f" and {len(left) - len(some)} more" if len(left) > len(some) else ""
@@ -128,5 +127,5 @@ def _compression_data(plan: Plan) -> dict[str, Any] | None:
     return found
 
 
-def _ms(time_s: float) -> str:
-    return f"{time_s * 1e3:,.1f} ms"
+def _ms(time_s: float | None) -> str:
+    return "-" if time_s is None else f"{time_s * 1e3:,.1f} ms"

@@ -17,7 +17,7 @@ from ...orchestration.codec import CodecSpec
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement import forecast
 from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
-from ...orchestration.placement.codec_choice import Choice, choose, loads_of
+from ...orchestration.placement.codec_choice import CodecChoice, choose, loads_of
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
 from ...orchestration.placement.rebalancing import reassign
@@ -29,24 +29,15 @@ _OPTIONS = tuple(name for name in CodecSpec.__struct_fields__ if name not in ("k
 
 
 class Compression(NamedTuple):
-    """The `choice` for the tensors of one model, with `codec`; None if a machine has no peer.
-
-    `left`: names of the uncompressed tensors, in forward order.
-    """
+    """The `choice` of tensors for `codec` (None: a machine has no peer), and names `left` out, in forward order."""
 
     codec: CodecSpec
-    choice: Choice | None
+    choice: CodecChoice | None
     left: tuple[str, ...]
 
 
 def parse(text: str) -> CodecSpec:
-    """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
-
-    Raises
-    ------
-    ConfigError
-        The kind or an option is unknown, or a value is invalid.
-    """
+    """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; raise `ConfigError` if invalid."""
     kind, _, options = text.partition(":")
     values: dict[str, str] = {"kind": kind.strip()}
     for word in filter(None, options.split(",")):
@@ -66,10 +57,10 @@ def parse(text: str) -> CodecSpec:
 
 def describe(codec: CodecSpec) -> str:
     """Return *codec* in the form that `parse` reads."""
-    said = {field.name: getattr(codec, field.name) for field in msgspec.structs.fields(CodecSpec)
+    values = {field.name: getattr(codec, field.name) for field in msgspec.structs.fields(CodecSpec)
             if field.name in _OPTIONS and getattr(codec, field.name) != field.default}
     options = ",".join(name if value is True else f"{name}={'false' if value is False else value}"
-                       for name, value in said.items())
+                       for name, value in values.items())
     return f"{codec.kind}:{options}" if options else codec.kind
 
 
@@ -77,13 +68,10 @@ def predict(model: Model, machines: Sequence[Machine], codec: CodecSpec, copy_ra
             fusion_nbytes: int) -> Compression:
     """Return which tensors of *model* gain by *codec* on *machines*, each of which copies *copy_rate* bytes/s.
 
-    Raises
-    ------
-    UnsupportedError
-        Tensors of the model's dtype cannot be compressed.
+    Raises `UnsupportedError` if the model's dtype cannot be compressed.
     """
     codecs.width_of(model.dtype)
-    if sum(machine.has_ranks for machine in machines) == 1:
+    if _n_workers(machines) == 1:
         return Compression(codec, None, tuple(model.shapes))
     optional = msgspec.structs.replace(codec, auto=True)
     specs = [msgspec.structs.replace(spec, codec=optional) for spec in model.specs()]
@@ -146,7 +134,11 @@ class Plan(NamedTuple):
     @property
     def n_workers(self) -> int:
         """Number of machines with ranks."""
-        return sum(machine.has_ranks for machine in self.machines)
+        return _n_workers(self.machines)
+
+
+def _n_workers(machines: Sequence[Machine]) -> int:
+    return sum(machine.has_ranks for machine in machines)
 
 
 def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None = None, partition_nbytes: int = 4096000,
@@ -154,19 +146,13 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
     """Predict a step of *model* on *machines*, those with ranks first, all with known rates.
 
     With *codec*, also predict which tensors gain by it, for the optimal placement and machines whose summing threads
-    together copy *copy_rate* bytes/s.
-
-    Raises
-    ------
-    ConfigError
-        There are more machines than partitions, or a helper is too slow to sum one partition within the step.
-    UnsupportedError
-        The model's tensors cannot be compressed.
+    together copy *copy_rate* bytes/s. Raises `ConfigError` if there are more machines than partitions, or a helper is
+    too slow to sum one partition within the step; `UnsupportedError` if the model's tensors cannot be compressed.
     """
-    k = sum(not machine.has_ranks for machine in machines)
-    n = len(machines) - k
-    found = [Prediction("ring", ring_s := forecast.ring_s(machines, model.nbytes), None, None,
-                        step_s(model, compute, ring_s))]
+    n = _n_workers(machines)
+    k = len(machines) - n
+    ring_s = forecast.ring_s(machines, model.nbytes)
+    found = [Prediction("ring", ring_s, None, None, step_s(model, compute, ring_s))]
     bottleneck = loss = None
     for layout in LAYOUTS[1:]:
         if layout == "ps" and not k:
@@ -215,11 +201,10 @@ def _check_grain(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], 
                           f"would own none; take fewer helpers, or smaller --partition-bytes (now {partition_nbytes})")
     least = min(size for size, _ in parts)
     time_s = least_time_s(machines, nbytes)
-    n = sum(machine.has_ranks for machine in machines)
     for m, most in enumerate(capacities(machines, nbytes, time_s)):
         if not machines[m].has_ranks and most < least:
             raise ConfigError(
-                f"helper {m - n} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
+                f"{_name(m, machines)} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
                 f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; omit it")
 
 
@@ -245,12 +230,12 @@ def _loss(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Loss
 
 
 def _name(machine: int, machines: Sequence[Machine]) -> str:
-    n = sum(each.has_ranks for each in machines)
+    n = _n_workers(machines)
     return f"worker {machine}" if machine < n else f"helper {machine - n}"
 
 
 def _curve(model: Model, machines: Sequence[Machine], compute: Compute | None) -> HelperCurve:
-    k = sum(not machine.has_ranks for machine in machines)
+    k = len(machines) - _n_workers(machines)
     last = forecast.last_helper_that_pays(machines, machine_list.MOST_MACHINES)
 
     def time_s(k: int) -> float:

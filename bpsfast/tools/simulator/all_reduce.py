@@ -19,16 +19,10 @@ from .workload import PartitionedWorkload
 
 
 class Ring(NamedTuple):
-    """Parameters of a ring.
+    """Parameters of a ring with `ranks_per_machine` members on each machine.
 
-    ranks_per_machine
-        Members of the ring on each machine.
-    slice_nbytes, overhead_s
-        Each slice costs *overhead_s* besides its bytes.
-    fusion_nbytes, cycle_s
-        Size of a fusion buffer (0: one tensor at a time) and the time between two fillings.
-    inside_rate
-        Bytes/s of the slowest link of the ring inside a machine.
+    Each slice of `slice_nbytes` costs `overhead_s` besides its bytes. A fusion buffer of `fusion_nbytes` (0: one tensor
+    at a time) is filled every `cycle_s` seconds. `inside_rate`: bytes/s of the slowest link inside a machine.
     """
 
     ranks_per_machine: int = 1
@@ -72,18 +66,12 @@ def wire_nbytes(nbytes: float, cluster: Cluster, ring: Ring) -> float:
 
 
 class RingAllReduce:
-    """The all-reduce of one representative worker; lock-steps keep all workers at the same point.
-
-    *done* is called with (worker, unit), as by `SimulatedPushPull`.
-    """
+    """The all-reduce of one worker, which stands for all: they run in lock-step. Calls *done* with (worker, unit)."""
 
     def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, nbytes_of_unit: Sequence[int],
                  done: Callable[[int, int], None]) -> None:
-        self._clock = clock
-        self._cluster = cluster
-        self._ring = ring
-        self._nbytes_of_unit = nbytes_of_unit
-        self._done = done
+        self._clock, self._cluster, self._ring = clock, cluster, ring
+        self._nbytes_of_unit, self._done = nbytes_of_unit, done
         self._ready: deque[int] = deque()
         self._busy = self._awake = False
         self.wire_nbytes = 0.0
@@ -103,9 +91,6 @@ class RingAllReduce:
 
     def _cycle(self) -> None:
         self._awake = False
-        self._reduce_next()
-
-    def _reduce_next(self) -> None:
         fused: list[int] = []
         nbytes = 0
         while self._ready:
@@ -129,35 +114,22 @@ class RingAllReduce:
 class ScheduledAllReduce:
     """All-reduces in order of priority, of one representative worker.
 
-    Parameters
-    ----------
-    ring
-        Without its fusion buffers and cycles: partitions start as soon as there is credit.
-    credit_nbytes
-        Most bytes of partitions in flight.
-    priority
-        Start what the next forward pass needs first; else in order of arrival.
-    done
-        Called with (worker, unit) when a unit's sum is there, as by `SimulatedPushPull`.
+    The fusion buffers and cycles of *ring* are not used: partitions start as soon as there is credit, of at most
+    *credit_nbytes* bytes in flight. *priority*: start what the next forward pass needs first; else in order of arrival.
+    *done* is called with (worker, unit) when a unit's sum is there, as by `SimulatedPushPull`.
     """
 
-    def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, plan: PartitionedWorkload, *,
-                 credit_nbytes: int, priority: bool,
-                 done: Callable[[int, int], None]) -> None:
-        self._clock = clock
-        self._cluster = cluster
+    def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, plan: PartitionedWorkload, *, credit_nbytes: int,
+                 priority: bool, done: Callable[[int, int], None]) -> None:
+        self._clock, self._cluster, self._ring = clock, cluster, ring
         self._at_once = cluster._replace(costs=cluster.costs._replace(latency_s=0.0))
         n_lock_steps = 2 * (cluster.n_workers * ring.ranks_per_machine - 1)
         self._latency_s = 0.0 if cluster.n_workers == 1 else (n_lock_steps + 1) * cluster.costs.latency_s
-        self._ring = ring
-        self._units = plan.units
+        self._units, self._priority, self._done = plan.units, priority, done
         self._unit_of = {unit.name: unit.unit for unit in plan.units}
         self._left = [len(unit.parts) for unit in plan.units]
-        self._priority = priority
-        self._done = done
         self._leader = Leader(credit_nbytes)
-        self._ring_free_s = 0.0
-        self.wire_nbytes = 0.0
+        self._ring_free_s = self.wire_nbytes = 0.0
 
     def gradient_ready(self, worker: int, unit: int) -> None:
         """Accept the gradients of *unit*."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +24,7 @@ from ...orchestration.placement.shares import Machine
 
 
 class Clock:
-    """Simulated time: `now` in seconds, and planned events. Owner thread only.
-
-    Runs are deterministic: nothing depends on hashes, threads or real time.
-    """
+    """Simulated time (`now`, seconds) and planned events, without hashes, threads or real time. Owner thread only."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,24 +54,17 @@ MAX_MACHINES = 65536
 class Costs(NamedTuple):
     """Costs of machines and messages besides bytes on the wire. Rates are in bytes/s, `inf` costs nothing.
 
-    overhead_s
-        Time that a message occupies a direction of a network card, at both ends.
-    latency_s
-        Time between two machines, in the wire and the switch; occupies nothing.
-    sum_rate
-        Bytes of inputs that an owner sums per second.
-    fused_sum
-        Sum a partition in one pass when all inputs are there, as our engine does; else each input on arrival, as BytePS
-        does.
-    reduce_rate, broadcast_rate
-        Bytes of one gradient per second that a machine reduces over its accelerators, or broadcasts to them; a stage of
-        the pipeline, one partition at a time, most urgent first. For BytePS's layouts see `bench.paper.intra_machine`.
-    queued_answers
-        Answers wait behind the bytes of the other direction at both cards, as TCP acknowledgements do on a card with
-        one
-        queue; else they take `latency_s`.
-    burst_nbytes
-        Bytes that an idle direction of a card may send at once, if a shaper (tbf) is the limit.
+    `overhead_s`: time that a message occupies a direction of a network card, at both ends.
+    `latency_s`: time between two machines, in the wire and the switch; occupies nothing.
+    `sum_rate`: bytes of inputs that an owner sums per second.
+    `fused_sum`: sum a partition in one pass when all inputs are there, as our engine does; else each input on arrival,
+    as BytePS does.
+    `reduce_rate`, `broadcast_rate`: bytes of one gradient per second that a machine reduces over its accelerators, or
+    broadcasts to them; a stage of the pipeline, one partition at a time, most urgent first. For BytePS's layouts see
+    `bench.paper.intra_machine`.
+    `queued_answers`: answers wait behind the bytes of the other direction at both cards, as TCP acknowledgements do on
+    a card with one queue; else they take `latency_s`.
+    `burst_nbytes`: bytes that an idle direction of a card may send at once, if a shaper (tbf) is the limit.
     """
 
     overhead_s: float = 0.0
@@ -114,13 +104,7 @@ class Cluster(NamedTuple):
 
 
 def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), costs: Costs = FREE) -> Cluster:
-    """Return a checked cluster; rates in bytes/s.
-
-    Raises
-    ------
-    ConfigError
-        There is no worker, there are too many machines, or a rate or cost is not positive.
-    """
+    """Return a cluster (rates in bytes/s); raise `ConfigError` for no worker, too many machines, invalid numbers."""
     if not worker_rates:
         raise ConfigError("a cluster needs at least one machine with ranks, got none")
     n = len(worker_rates) + len(helper_rates)
@@ -128,16 +112,14 @@ def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), c
         raise ConfigError(f"a cluster of {n} machines is not simulated; at most {MAX_MACHINES} are")
     for role, rates in (("worker", worker_rates), ("helper", helper_rates)):
         for i, rate in enumerate(rates):
-            if not (rate > 0 and math.isfinite(rate)):
+            if not 0 < rate < math.inf:
                 raise ConfigError(f"{role} {i} has a NIC of {rate} bytes/s; a rate must be above zero and finite")
     for name, unit in (("overhead_s", "seconds"), ("latency_s", "seconds"), ("burst_nbytes", "bytes")):
-        value = getattr(costs, name)
-        if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; it must be zero or more {unit}")
+        if not 0 <= getattr(costs, name) < math.inf:
+            raise ConfigError(f"{name} is {getattr(costs, name)}; it must be zero or more {unit}")
     for name in ("sum_rate", "reduce_rate", "broadcast_rate"):
-        value = getattr(costs, name)
-        if not value > 0:
-            raise ConfigError(f"{name} is {value} bytes/s; it must be above zero (inf: costs nothing)")
+        if not getattr(costs, name) > 0:
+            raise ConfigError(f"{name} is {getattr(costs, name)} bytes/s; it must be above zero (inf: costs nothing)")
     machines = (*(Machine(True, float(rate)) for rate in worker_rates),
                 *(Machine(False, float(rate)) for rate in helper_rates))
     return Cluster(machines, costs)
@@ -175,10 +157,7 @@ class _Direction:
         self.nbytes = 0.0
 
     def take(self, at_s: float, nbytes: float, overhead_s: float) -> float:
-        """Process *nbytes* that start to arrive at *at_s*; return the time of completion.
-
-        After an idle time a shaper allows a burst.
-        """
+        """Process *nbytes* that start to arrive at *at_s*, after idle time in a burst; return the time of the end."""
         self._done_s = max(at_s - self._burst_s, self._done_s) + overhead_s + nbytes / self._rate
         self.nbytes += nbytes
         return max(at_s, self._done_s)
@@ -192,11 +171,9 @@ class SimulatedNic:
     """The network card of a machine. `queue` holds what waits to leave and what is leaving, for `Network.answer`."""
 
     def __init__(self, rate: float, burst_nbytes: float) -> None:
-        self.tx = _Direction(rate, burst_nbytes)
-        self.rx = _Direction(rate, burst_nbytes)
-        self.queue = _Direction(rate, burst_nbytes)
+        self.tx, self.rx, self.queue = (_Direction(rate, burst_nbytes) for _ in range(3))
         self.sending = False
-        self.connections: dict[int, deque[tuple[Load, Delivered]]] = {}
+        self.connections: defaultdict[int, deque[tuple[Load, Delivered]]] = defaultdict(deque)
         self.turns: deque[int] = deque()
 
 
@@ -212,9 +189,7 @@ class Network:
         """Send *load*; call *delivered* when its last byte has arrived."""
         card = self.cards[sender]
         card.queue.take(self._clock.now, load.tx_nbytes, load.n_tx * self._costs.overhead_s)
-        waiting = card.connections.get(receiver)
-        if waiting is None:
-            waiting = card.connections[receiver] = deque()
+        waiting = card.connections[receiver]
         if not waiting:
             card.turns.append(receiver)
         waiting.append((load, delivered))
@@ -225,14 +200,12 @@ class Network:
         """Notify *receiver* of something without bytes; call *heard* when it arrives."""
         now, latency_s = self._clock.now, self._costs.latency_s
         if self._costs.queued_answers:
-            self._clock.at(self.cards[sender].queue.passed(now), self._arrive, receiver, heard)
+            self._clock.at(self.cards[sender].queue.passed(now), lambda: self._clock.at(
+                self.cards[receiver].rx.passed(self._clock.now + latency_s), heard))
         elif latency_s:
             self._clock.at(now + latency_s, heard)
         else:
             heard()
-
-    def _arrive(self, receiver: int, heard: Delivered) -> None:
-        self._clock.at(self.cards[receiver].rx.passed(self._clock.now + self._costs.latency_s), heard)
 
     def _send(self, card: SimulatedNic) -> None:
         if not card.turns:

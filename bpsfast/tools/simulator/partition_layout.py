@@ -24,12 +24,9 @@ from .workload import PartitionedWorkload
 class LayoutPart(NamedTuple):
     """One partition in the simulation.
 
-    push, result
-        The load of each transfer from, or to, a worker that is not the owner.
-    own
-        The load between owners, if one stands for several workers; None: its own input is local.
-    n_inputs, sum_nbytes
-        Arrivals that complete the sum, and the bytes that the owner reads for it.
+    `push`, `result`: the load of each transfer from, or to, a worker that is not the owner. `own`: the load between
+    owners, if one stands for several workers; None: its own input is local. `n_inputs` arrivals complete the sum, for
+    which the owner reads `sum_nbytes`.
     """
 
     key: int
@@ -60,10 +57,7 @@ class Layout(NamedTuple):
 
 
 def full(cluster: Cluster, plan: PartitionedWorkload, policy: str, interleave: bool = False) -> Layout:
-    """Place every partition on one machine with `placement.assign`, as the job's scheduler does.
-
-    *interleave*: partition by partition, as for a job that declares them one after another.
-    """
+    """Place every partition on one machine, as the scheduler does; *interleave*: as if declared one by one."""
     n = cluster.n_workers
     planned = [(part, unit) for unit in plan.units for part in unit.parts]
     keys = [(unit.unit << 16) | index for unit in plan.units for index in range(len(unit.parts))]
@@ -73,7 +67,7 @@ def full(cluster: Cluster, plan: PartitionedWorkload, policy: str, interleave: b
     for (part, unit), owner in zip(planned, owners):
         load = Load(part.nbytes, part.nbytes)
         parts.append(LayoutPart(part.part, unit.unit, unit.parts[0].part, part.nbytes, owner, load, load, None, n,
-                          n * part.nbytes))
+                                n * part.nbytes))
     return Layout(cluster.machines, tuple(parts), _by_unit(parts, len(plan.units)), tuple(rank_parts(plan.units)))
 
 
@@ -89,18 +83,13 @@ def _interleaved(sizes: Sequence[int], machines: Sequence[Machine], policy: str,
 def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
     """Spread every partition over all owners, with one machine for each role.
 
-    Raises
-    ------
-    ConfigError
-        Cards differ within a role, or the policy does not spread bytes by shares.
+    Raises `ConfigError` if cards differ within a role, or the policy does not spread bytes by shares.
     """
     if not cluster.is_uniform:
         raise ConfigError("only a cluster whose workers are all alike, and its helpers too, can be folded; "
                           "simulate it in full")
     n, k = cluster.n_workers, cluster.n_helpers
     worker_share, helper_share = _shares(cluster, policy)
-    workers = [machine for machine in cluster.machines if machine.has_ranks]
-    helpers = [machine for machine in cluster.machines if not machine.has_ranks]
     order = rank_parts(plan.units)
     parts: list[LayoutPart] = []
     ranks: list[int] = []
@@ -116,12 +105,12 @@ def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
                 else:
                     push, result, own = _to_all(k, n, share, nbytes), _to_all(n, k, share, nbytes), None
                 parts.append(LayoutPart(len(parts), unit.unit, unit.parts[0].part, nbytes, owner, push, result, own, 1,
-                                  n * nbytes))
+                                        n * nbytes))
                 ranks.append(order[part.part])
     # the first partition of a unit determines its urgency, and is found by its key
     firsts = {unit: min(p.key for p in parts if p.unit == unit) for unit in {p.unit for p in parts}}
     parts = [part._replace(first=firsts[part.unit]) for part in parts]
-    machines = (workers[0], *helpers[:1])
+    machines = (cluster.machines[0], *cluster.machines[n:n + 1])  # those with ranks first
     return Layout(machines, tuple(parts), _by_unit(parts, len(plan.units)), tuple(ranks), n)
 
 

@@ -24,7 +24,6 @@ class _Write(NamedTuple):
 
     @property
     def load(self) -> Load:
-        """The load on both cards."""
         return self.part.result if self.is_result else self.part.push
 
     @property
@@ -63,26 +62,15 @@ class Stage:
 class SimulatedPushPull:
     """Communication and summation services of a cluster.
 
-    Parameters
-    ----------
-    credit_nbytes
-        Most bytes in flight from one machine to another.
-    priority
-        Send what the next forward pass needs first; else, to each machine, in order of arrival.
-    done
-        Called when a unit's sum has reached a worker.
+    At most *credit_nbytes* are in flight from one machine to another. *priority*: send what the next forward pass needs
+    first; else, to each machine, in order of arrival. *done* is called when a unit's sum has reached a worker.
     """
 
     def __init__(self, clock: Clock, layout: Layout, costs: Costs, *, credit_nbytes: int, priority: bool,
                  done: Done) -> None:
-        self._clock = clock
-        self._layout = layout
-        self._costs = costs
-        self._priority = priority
-        self._done = done
+        self._clock, self._layout, self._costs, self._priority, self._done = clock, layout, costs, priority, done
         self._arrivals = 0
-        rates = [machine.rate for machine in layout.machines]
-        self.network = Network(clock, rates, costs)
+        self.network = Network(clock, [machine.rate for machine in layout.machines], costs)
         self._workers = [m for m, machine in enumerate(layout.machines) if machine.has_ranks]
         self._reduce = {w: Stage(clock, costs.reduce_rate) for w in self._workers}
         self._broadcast = {w: Stage(clock, costs.broadcast_rate) for w in self._workers}
@@ -158,7 +146,6 @@ class SimulatedPushPull:
                    _Write(part, is_result=True))
 
     def _result(self, worker: int, part: LayoutPart) -> None:
-        """Take a result on a worker's machine."""
         self._broadcast[worker].put(self._on_machine(part), self._urgency(part), part.key,
                                     functools.partial(self._complete, worker, part.unit))
 
@@ -180,8 +167,7 @@ class SimulatedPushPull:
     def _pump(self, sender: int) -> None:
         while (found := self._cards[sender].pop()) is not None:
             receiver, write = found
-            self.network.post(sender, receiver, write.load,
-                              functools.partial(self._delivered, sender, receiver, write))
+            self.network.post(sender, receiver, write.load, functools.partial(self._delivered, sender, receiver, write))
 
     def _delivered(self, sender: int, receiver: int, write: _Write) -> None:
         self.network.answer(receiver, sender, functools.partial(self._acknowledged, sender, receiver, write))

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...orchestration.errors import ConfigError
 from .all_reduce import Ring, RingAllReduce, ScheduledAllReduce, check_ring
 from .network import Clock, Cluster
 from .partition_layout import folded, full, is_symmetric
-from .push_pull import SimulatedPushPull
-from .workload import Layer, PartitionedWorkload, Workload, cut
+from .push_pull import Done, SimulatedPushPull
+from .workload import Layer, PartitionedWorkload, Workload, partitioned
 
 #: Called with (worker, layer) when the gradients of a layer are ready.
 Ready = Callable[[int, int], None]
@@ -18,26 +18,16 @@ Ready = Callable[[int, int], None]
 class Worker:
     """A worker that computes the chain of layers and waits for sums.
 
-    Parameters
-    ----------
-    units_of_layer
-        The units whose sums the forward pass of a layer needs.
-    cross_barrier
-        Start the forward pass of a layer when its own sums are there; else (the barrier of a framework) when all are.
-    optimizer_s
-        Time between the last sum and the next forward pass, once per step.
+    *units_of_layer*: the units whose sums the forward pass of a layer needs. *cross_barrier*: start the forward pass of
+    a layer when its own sums are there; else (the barrier of a framework) when all are. *optimizer_s*: time between the
+    last sum and the next forward pass, once per step.
     """
 
     def __init__(self, clock: Clock, index: int, layers: Sequence[Layer], units_of_layer: Sequence[Sequence[int]],
                  n_steps: int, cross_barrier: bool, ready: Ready, optimizer_s: float = 0.0) -> None:
-        self._clock = clock
-        self.index = index
-        self._layers = layers
-        self._units_of_layer = units_of_layer
+        self._clock, self.index, self._layers, self._units_of_layer = clock, index, layers, units_of_layer
+        self._cross_barrier, self._ready, self._optimizer_s = cross_barrier, ready, optimizer_s
         self._steps_left = n_steps
-        self._cross_barrier = cross_barrier
-        self._ready = ready
-        self._optimizer_s = optimizer_s
         self._missing: set[int] = set()
         self._waits_for: int | None = None
         self._all_units = frozenset(unit for units in units_of_layer for unit in units)
@@ -61,7 +51,7 @@ class Worker:
         if layer < 0:
             if not self._missing:
                 self._waits_for = None
-                self._clock.at(self._clock.now + self._optimizer_s, self.begin)
+                self._optimize()
         elif not self._lacks(layer):
             self._waits_for = None
             self._forward(layer)
@@ -78,10 +68,12 @@ class Worker:
             self._clock.at(self._clock.now + self._layers[layer].forward_s, self._forward, layer + 1)
 
     def _backward(self, layer: int) -> None:
-        if layer < 0:
-            self._end_backward()
-        else:
+        if layer >= 0:
             self._clock.at(self._clock.now + self._layers[layer].backward_s, self._made, layer)
+        elif self._missing and not (self._cross_barrier and self._steps_left):
+            self._waits_for = -1
+        else:
+            self._optimize()
 
     def _made(self, layer: int) -> None:
         """Record the gradients of *layer*, then report them: a lone worker gets its sums at once."""
@@ -90,17 +82,9 @@ class Worker:
         self._ready(self.index, layer)
         self._backward(layer - 1)
 
-    def _end_backward(self) -> None:
-        if self._cross_barrier and self._steps_left:
-            self._clock.at(self._clock.now + self._optimizer_s, self.begin)
-        elif self._missing:
-            self._waits_for = -1
-        else:
-            self._clock.at(self._clock.now + self._optimizer_s, self.begin)
+    def _optimize(self) -> None:
+        self._clock.at(self._clock.now + self._optimizer_s, self.begin)
 
-#: Strategy -> its placement policy ("ring" and "all-reduce" have none). Other policies of `placement.assign` have their
-#: own names.
-POLICIES = {"optimal": "optimal", "colocated": "colocated", "ps": "ps"}
 #: Messages per step from which a full simulation takes ten seconds; `fold` None then folds.
 FOLD_MESSAGES = 250_000
 
@@ -108,26 +92,16 @@ FOLD_MESSAGES = 250_000
 class Options(NamedTuple):
     """How a job communicates.
 
-    priority
-        Send what the next forward pass needs first; else, to each machine, in order of arrival.
-    cross_barrier
-        The forward pass of a layer waits for its own sums only.
-    overlap
-        Send gradients as they are made; else (accelerators that cannot overlap) after the backward pass.
-    interleave
-        Place partition by partition in forward order, not the largest first, so that owners of any part of the
-        gradients
-        are mixed.
-    credit_nbytes, partition_nbytes, fusion_nbytes
-        As the settings of these names; fusion 0: every tensor alone. "ring" has its own.
-    optimizer_s
-        Time between a step's last sum and the next forward pass.
-    ring
-        The ring of "ring"; for "all-reduce" its members, slices and links.
-    fold
-        Let one machine stand for its role (`partition_layout.folded`). None: if it saves much time and only the grain
-        is
-        lost.
+    `priority`: send what the next forward pass needs first; else, to each machine, in order of arrival.
+    `cross_barrier`: the forward pass of a layer waits for its own sums only.
+    `overlap`: send gradients as they are made; else (accelerators that cannot overlap) after the backward pass.
+    `interleave`: place partition by partition in forward order, not the largest first, so that owners of any part of
+    the gradients are mixed.
+    `credit_nbytes`, `partition_nbytes`, `fusion_nbytes`: as the settings of these names; fusion 0: every tensor alone.
+    `optimizer_s`: time between a step's last sum and the next forward pass.
+    `ring`: the ring of "ring", which has its own fusion; for "all-reduce" its members, slices and links.
+    `fold`: let one machine stand for its role (`partition_layout.folded`); None: if it saves much time and only the
+    grain is lost.
     """
 
     priority: bool = True
@@ -175,61 +149,16 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     priority), or a placement of summation services.
 
     `Outcome.step_s` is the mean over all steps but the first and the last, if there are four or more: the first starts
-    with an idle network, and no forward pass follows the last.
-
-    Raises
-    ------
-    ConfigError
-        The strategy is unknown or does not suit the cluster, or an option is invalid.
+    with an idle network, and no forward pass follows the last. Raises `ConfigError` if the strategy is unknown or does
+    not suit the cluster, or an option is invalid.
     """
     if n_steps < 1:
         raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
     _check(options)
-    if strategy in ("ring", "all-reduce"):
-        return _simulate_without_services(job, cluster, strategy, options, n_steps)
-    policy = POLICIES.get(strategy, strategy)
-    plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
-    n_messages = 2 * cluster.n_workers * sum(len(unit.parts) for unit in plan.units)
-    fold = options.fold
-    if fold is None:
-        fold = n_messages > FOLD_MESSAGES and is_symmetric(cluster, policy)
-    layout = folded(cluster, plan, policy) if fold else full(cluster, plan, policy, options.interleave)
     clock = Clock()
     workers: list[Worker] = []
-    exchange = SimulatedPushPull(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes,
-                                 priority=options.priority,
-                        done=lambda worker, unit: workers[worker].unit_done(unit))
-    workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
-    _run(clock, workers)
-    wire = tuple((card.tx.nbytes, card.rx.nbytes) for card in exchange.network.cards)
-    return _outcome(strategy, job, workers, wire, exchange.summed_nbytes, n_steps, clock.n_events, fold)
-
-
-def _simulate_without_services(job: Workload, cluster: Cluster, strategy: str, options: Options,
-                               n_steps: int) -> Outcome:
-    check_ring(options.ring)
-    clock = Clock()
-    workers: list[Worker] = []
-
-    def done(worker: int, unit: int) -> None:
-        workers[worker].unit_done(unit)
-
-    exchange: RingAllReduce | ScheduledAllReduce
-    if strategy == "ring":
-        plan = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one or two partitions
-        exchange = RingAllReduce(clock, cluster, options.ring, [unit.nbytes for unit in plan.units], done)
-    else:
-        plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
-        exchange = ScheduledAllReduce(clock, cluster, options.ring, plan, credit_nbytes=options.credit_nbytes,
-                                      priority=options.priority, done=done)
-    workers += _workers(clock, 1, job, plan, options, n_steps, exchange.gradient_ready)
-    _run(clock, workers)
-    return _outcome(strategy, job, workers, ((exchange.wire_nbytes, exchange.wire_nbytes),), 0.0, n_steps,
-                    clock.n_events, False)
-
-
-def _workers(clock: Clock, n_workers: int, job: Workload, plan: PartitionedWorkload, options: Options, n_steps: int,
-             gradient_ready: Callable[[int, int], None]) -> list[Worker]:
+    plan, exchange, n_workers, is_folded = _exchange(clock, job, cluster, strategy, options,
+                                                     lambda worker, unit: workers[worker].unit_done(unit))
     layers_left = [list(plan.layers_of_unit) for _ in range(n_workers)]
 
     def made(worker: int, layer: int) -> None:
@@ -240,20 +169,13 @@ def _workers(clock: Clock, n_workers: int, job: Workload, plan: PartitionedWorkl
                 left[unit] -= 1
                 if not left[unit]:
                     left[unit] = plan.layers_of_unit[unit]
-                    gradient_ready(worker, unit)
+                    exchange.gradient_ready(worker, unit)
 
-    return [Worker(clock, index, job.layers, plan.units_of_layer, n_steps, options.cross_barrier, made,
-                   options.optimizer_s) for index in range(n_workers)]
-
-
-def _run(clock: Clock, workers: list[Worker]) -> None:
+    workers += [Worker(clock, index, job.layers, plan.units_of_layer, n_steps, options.cross_barrier, made,
+                       options.optimizer_s) for index in range(n_workers)]
     for worker in workers:
         clock.at(0.0, worker.begin)
     clock.run()
-
-
-def _outcome(strategy: str, job: Workload, workers: list[Worker], wire: tuple[tuple[float, float], ...], summed: float,
-             n_steps: int, n_events: int, is_folded: bool) -> Outcome:
     # every worker started n_steps steps and ended once: a missing sum would end the simulation early
     assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never arrives"
     first_s = max(worker.began_s[1] for worker in workers)
@@ -261,7 +183,33 @@ def _outcome(strategy: str, job: Workload, workers: list[Worker], wire: tuple[tu
         step_s = max((worker.began_s[-2] - worker.began_s[1]) / (n_steps - 2) for worker in workers)
     else:
         step_s = max(worker.began_s[-1] for worker in workers) / n_steps
-    return Outcome(strategy, step_s, first_s, job.compute_s, wire, summed, n_steps, n_events, is_folded)
+    wire: tuple[tuple[float, float], ...]
+    if isinstance(exchange, SimulatedPushPull):
+        wire = tuple((card.tx.nbytes, card.rx.nbytes) for card in exchange.network.cards)
+        summed = exchange.summed_nbytes
+    else:
+        wire, summed = ((exchange.wire_nbytes, exchange.wire_nbytes),), 0.0
+    return Outcome(strategy, step_s, first_s, job.compute_s, wire, summed, n_steps, clock.n_events, is_folded)
+
+
+def _exchange(clock: Clock, job: Workload, cluster: Cluster, strategy: str, options: Options, done: Done) -> tuple[
+        PartitionedWorkload, RingAllReduce | ScheduledAllReduce | SimulatedPushPull, int, bool]:
+    """Return the partitions, what sums them, the number of simulated workers, and whether the layout is folded."""
+    if strategy in ("ring", "all-reduce"):
+        check_ring(options.ring)
+    if strategy == "ring":
+        plan = partitioned(job, 1 << 62)  # a ring splits by itself: every tensor is one unit of one or two partitions
+        return plan, RingAllReduce(clock, cluster, options.ring, [unit.nbytes for unit in plan.units], done), 1, False
+    plan = partitioned(job, options.partition_nbytes, options.fusion_nbytes)
+    limits: dict[str, Any] = {"credit_nbytes": options.credit_nbytes, "priority": options.priority, "done": done}
+    if strategy == "all-reduce":
+        return plan, ScheduledAllReduce(clock, cluster, options.ring, plan, **limits), 1, False
+    n_messages = 2 * cluster.n_workers * sum(len(unit.parts) for unit in plan.units)
+    fold = options.fold
+    if fold is None:
+        fold = n_messages > FOLD_MESSAGES and is_symmetric(cluster, strategy)
+    layout = folded(cluster, plan, strategy) if fold else full(cluster, plan, strategy, options.interleave)
+    return plan, SimulatedPushPull(clock, layout, cluster.costs, **limits), layout.n_workers, fold
 
 
 def _check(options: Options) -> None:

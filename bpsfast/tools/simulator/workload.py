@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -43,18 +44,12 @@ class Workload(NamedTuple):
 
 def tensor_nbytes(shape: Sequence[int], dtype: str) -> int:
     """Return the bytes of one tensor of float32 or float16."""
-    return math.prod(shape) * (2 if dtype in ("float16", "bfloat16") else 4)
+    return prod(shape) * (2 if dtype in ("float16", "bfloat16") else 4)
 
 
 def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]],
              dtype: str = "float32") -> Workload:
-    """Return a checked workload.
-
-    Raises
-    ------
-    ConfigError
-        There is no layer, a time is invalid, or a tensor has no shape or two layers.
-    """
+    """Return a workload; raise `ConfigError` if it has no layer, invalid times, or tensors without shape or twice."""
     if not layers:
         raise ConfigError(f"workload {name!r} has no layers: there is nothing to compute")
     seen: set[str] = set()
@@ -91,7 +86,7 @@ class PartitionedWorkload(NamedTuple):
     layers_of_unit: list[int]
 
 
-def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
+def partitioned(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
     """Pack and partition the tensors with `partition.plan_units`, as the scheduler does.
 
     *fusion_nbytes* 0: every tensor alone, as in BytePS; else small tensors form one declared group.
@@ -103,11 +98,8 @@ def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> Partiti
     unit_of = {member.name: unit.unit for unit in units for member in unit.members}
     units_of_layer = [sorted({unit_of[tensor] for tensor in layer.tensors} - {u.unit for u in units if not u.parts})
                       for layer in job.layers]
-    layers_of_unit = [0] * len(units)
-    for of_layer in units_of_layer:
-        for unit in of_layer:
-            layers_of_unit[unit] += 1
-    return PartitionedWorkload(units, units_of_layer, layers_of_unit)
+    n_layers = Counter(unit for of_layer in units_of_layer for unit in of_layer)
+    return PartitionedWorkload(units, units_of_layer, [n_layers[unit] for unit in range(len(units))])
 
 #: Models of BytePS's figures, or similar ones.
 MODELS = ("resnet50", "vgg16", "transformer", "bert-large", "gpt2", "ugatit")
@@ -135,13 +127,7 @@ def shapes_of(model: str) -> Shapes:
 
 
 def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Workload:
-    """Return *model* with *compute_s* of computing per step, *backward_share* of it in the backward pass.
-
-    Raises
-    ------
-    ConfigError
-        The model is unknown or a time is invalid.
-    """
+    """Return *model* with *compute_s* per step, *backward_share* of it backward; raise `ConfigError` if invalid."""
     if model not in MODELS:
         raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")
     if not compute_s >= 0 or not 0 <= backward_share <= 1:

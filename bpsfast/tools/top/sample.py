@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from ...orchestration.job.rank_queries import combined
-from ...orchestration.messages import LagReport, LagRow, RankLag
-from .scrape import Scrape, Value
+from ...orchestration.messages import LagReport, LagRow
+from .scrape import Scrape
 
 #: up: it answers. silent: it does not answer in time. gone: it does not listen any more. By other nodes' metrics:
 #: lost: the job went on without it. unseen: it is in the job, but its address is unknown.
@@ -99,7 +99,10 @@ def node_sample(before: Scrape | None, now: Scrape, address: str) -> NodeSample:
 
 def rank_samples(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> tuple[RankSample, ...]:
     """Return the samples of all ranks whose nodes were scraped twice, by number."""
-    lags = _lags(pairs)
+    # the lag of each rank, combined as `bpsfast.stats(job=True)` does
+    reports = {node: LagReport(number=0, local=_lag_rows("here", before, now), owned=_lag_rows("owned", before, now))
+               for node, (before, now) in pairs.items()}
+    lags = {each.rank: each for each in combined(reports) if each.count}
     found = []
     for node, (before, now) in pairs.items():
         seconds = now.time_s - before.time_s
@@ -122,29 +125,18 @@ def rank_samples(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> tuple[RankSample
     return tuple(sorted(found, key=lambda each: each.rank))
 
 
-def _lags(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> dict[int, RankLag]:
-    """Return the lag of each rank, combined as `bpsfast.stats(job=True)` does."""
-    reports = {node: LagReport(number=0, local=_lag_rows("here", before, now), owned=_lag_rows("owned", before, now))
-               for node, (before, now) in pairs.items()}
-    return {each.rank: each for each in combined(reports) if each.count}
-
-
 def _lag_rows(where: str, before: Scrape, now: Scrape) -> tuple[LagRow, ...]:
     rows = []
     for each in now.all("bpsfast_inputs_total", where=where):
+        labels = {label: each.labels[label] for label in ("rank", "peer", "where")}
         count, total_s, n_last, last_s = (
-            _grown(name, each, before, now) for name in (
+            max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) for name in (
                 "bpsfast_inputs_total", "bpsfast_input_lag_seconds_total", "bpsfast_input_last_total",
                 "bpsfast_input_last_seconds_total"))
         if count > 0:
             rows.append(LagRow(rank=int(each.labels["rank"]), node=int(each.labels["peer"]), count=round(count),
                                total_ns=round(total_s * 1e9), n_last=round(n_last), last_total_ns=round(last_s * 1e9)))
     return tuple(rows) if sum(row.n_last for row in rows) else ()
-
-
-def _grown(name: str, of: Value, before: Scrape, now: Scrape) -> float:
-    labels = {label: of.labels[label] for label in ("rank", "peer", "where")}
-    return max(0.0, now.sum(name, **labels) - before.sum(name, **labels))
 
 
 def _rate(name: str, before: Scrape, now: Scrape) -> float:

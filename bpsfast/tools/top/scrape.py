@@ -36,22 +36,14 @@ class Scrape(NamedTuple):
         return sum(each.value for each in self.all(name, **labels))
 
     @property
+    def labels(self) -> Mapping[str, str]:
+        """The labels of the job: the number of this ``node``, the job's unique ``name``, the node's ``version``."""
+        return self.metrics["bpsfast_job"][0].labels  # present in all versions
+
+    @property
     def node(self) -> int:
         """The node's number."""
-        return int(self._job("node"))
-
-    @property
-    def job(self) -> str:
-        """The unique name of the job."""
-        return self._job("name")
-
-    @property
-    def version(self) -> str:
-        """The version of bpsfast on the node."""
-        return self._job("version")
-
-    def _job(self, label: str) -> str:
-        return self.metrics["bpsfast_job"][0].labels[label]  # present in all versions
+        return int(self.labels["node"])
 
 
 class NotBpsfastError(ConnectionError):
@@ -68,14 +60,9 @@ def check() -> None:
 def scrape(host: str, port: int, timeout_s: float) -> Scrape:
     """Scrape a node, without any proxy.
 
-    Raises
-    ------
-    ConnectionError
-        Nobody listens, or the connection ended: the node is gone. `NotBpsfastError`: another program answers.
-    TimeoutError
-        No answer in time: the node is busy or stopped, or packets are dropped.
-    OSError
-        The host is unknown or cannot be reached.
+    Raises `ConnectionError` if nobody listens or the connection ended (the node is gone), `NotBpsfastError` if another
+    program answers, `TimeoutError` if there is no answer in time (the node is busy or stopped, or packets are dropped),
+    and `OSError` if the host is unknown or cannot be reached.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:

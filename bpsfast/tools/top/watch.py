@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from ...base.resources import Closing
 from ...orchestration.errors import PeerLostError, StallError
 from .sample import NodeSample, Sample, State, node_sample, rank_samples
 from .scrape import Scrape, scrape
@@ -36,11 +37,8 @@ class _Seen(NamedTuple):
     n_missing: int = 0
 
 
-class Watch:
-    """Scrapes the nodes of the job at *places*. Owner thread only; worker threads do the requests. `close` it.
-
-    If nodes of several jobs answer, the first job counts.
-    """
+class Watch(Closing):
+    """Scrapes the nodes of the first job at *places*. Owner thread only; threads do the requests. `close` it."""
 
     def __init__(self, places: Sequence[MetricsAddress], timeout_s: float = 2.0) -> None:
         self._places = places
@@ -53,26 +51,12 @@ class Watch:
         #: nodes with ranks that were lost while others answered
         self.missed: set[int] = set()
 
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop the threads, each after at most one scrape timeout."""
         self._executor.shutdown()
 
     def find(self, wait_s: float = 0.0) -> None:
-        """Scrape all places until a node answers, for *wait_s* seconds.
-
-        Raises
-        ------
-        PeerLostError
-            Nobody listens; the message names the settings for it.
-        StallError
-            A node listens but does not answer.
-        """
+        """Scrape for *wait_s* until a node answers; raise `PeerLostError` if none listens, `StallError` if silent."""
         deadline = time.monotonic() + wait_s
         while True:
             failures = self._scan()
@@ -110,15 +94,13 @@ class Watch:
         if all(seen.state == "gone" for seen in ours.values()):
             return None
         nodes = self._nodes(ours)
+        missing = {seen.now.node for seen in ours.values() if seen.now and seen.n_missing >= _N_MISSED}
         self.missed |= {node.node for node in nodes if node.state in ("gone", "lost") and not node.is_helper
-                        and self._is_missed(node.node, ours)}
+                        and node.node in missing}
         pairs = {seen.now.node: (seen.before, seen.now) for seen in ours.values()
-                 if seen.now is not None and seen.before is not None and seen.state == "up"}
+                 if seen.now and seen.before and seen.state == "up"}
         return Sample(time=time.time(), seconds=self._last_s - begin, job=self._job, version=self._version, nodes=nodes,
                       ranks=rank_samples(pairs), remarks=self._remarks(nodes))
-
-    def _is_missed(self, node: int, ours: dict[tuple[str, int], _Seen]) -> bool:
-        return any(seen.n_missing >= _N_MISSED for seen in ours.values() if seen.now and seen.now.node == node)
 
     # -- scraping ------------------------------------------------------------------------------------------
 
@@ -159,8 +141,8 @@ class Watch:
         seen = self._seen.get(address, _Seen())
         if isinstance(answer, Scrape):
             if not self._job:
-                self._job, self._version = answer.job, answer.version
-            if answer.job != self._job:  # another job, or the next one at the same port
+                self._job, self._version = answer.labels["name"], answer.labels["version"]
+            if answer.labels["name"] != self._job:  # another job, or the next one at the same port
                 if seen.now is not None:
                     self._seen[address] = seen._replace(state="gone", n_missing=seen.n_missing + 1)
                 return
@@ -180,22 +162,17 @@ class Watch:
                 node = NodeSample(node=node.node, state=seen.state, is_helper=node.is_helper, host=node.host,
                                   address=node.address)
             found[node.node] = node
-        for seen in ours.values():
-            if seen.state != "up" or seen.now is None:
-                continue
-            for member in seen.now.all("bpsfast_member_up"):
-                index, is_helper = int(member.labels["member"]), member.labels["kind"] == "helper"
-                if member.value and index not in found:  # its address is unknown
-                    found[index] = NodeSample(node=index, state="unseen", is_helper=is_helper,
-                                              host=member.labels["host"])
-                elif not member.value and (index not in found or found[index].state != "up"):
-                    found[index] = NodeSample(node=index, state="lost", is_helper=is_helper,
-                                              host=member.labels["host"], address=found[index].address
-                                              if index in found else "")
+        for member in [each for seen in ours.values() if seen.state == "up" and seen.now
+                       for each in seen.now.all("bpsfast_member_up")]:
+            index = int(member.labels["member"])
+            known = found.get(index)
+            if known is None or (not member.value and known.state != "up"):  # unseen: its address is unknown
+                found[index] = NodeSample(
+                    node=index, state="unseen" if member.value else "lost", host=member.labels["host"],
+                    is_helper=member.labels["kind"] == "helper", address=known.address if known else "")
         return tuple(node for _, node in sorted(found.items()))
 
     def _remarks(self, nodes: Sequence[NodeSample]) -> tuple[str, ...]:
-        """Return the changes of nodes as text."""
         words = {"up": "is there", "silent": "does not answer", "gone": "does not listen any more",
                  "lost": "is lost: the job goes on without it",
                  "unseen": "is in the job, but serves no metrics at these addresses"}

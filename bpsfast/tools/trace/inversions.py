@@ -36,10 +36,7 @@ class Write(NamedTuple):
 
 
 class Inversion(NamedTuple):
-    """From `node` to `peer`, `by` left at `at_ns` while `urgent` waited behind `ahead_nbytes`, including `by`.
-
-    Each urgent write has at most one.
-    """
+    """From `node` to `peer`, `by` left at `at_ns` while `urgent` (in one only) waited behind `ahead_nbytes`."""
 
     node: int
     peer: int
@@ -102,7 +99,7 @@ def _examine(process: Process, peer: int, writes: list[Write]) -> tuple[list[int
     waiting: list[tuple[tuple[int, int], int]] = []
     under_way: set[int] = set()
     gone: set[int] = set()
-    told: set[int] = set()
+    inverted: set[int] = set()
     for at_ns, what, i in moments:
         write = writes[i]
         if what == _READY:
@@ -117,8 +114,8 @@ def _examine(process: Process, peer: int, writes: list[Write]) -> tuple[list[int
             first = bisect_left(waiting, ((write.pass_, -1), -1))
             for _, k in waiting[first:bisect_left(waiting, (write.rank, -1))]:
                 ahead[k] += write.nbytes
-                if ahead[k] > max(process.credit_nbytes, write.nbytes) and k not in told:
-                    told.add(k)
+                if ahead[k] > max(process.credit_nbytes, write.nbytes) and k not in inverted:
+                    inverted.add(k)
                     inversions.append(Inversion(process.node, peer, at_ns, writes[k].span, write.span, ahead[k]))
             if i not in gone:
                 under_way.add(i)

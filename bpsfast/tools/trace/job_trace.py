@@ -6,6 +6,7 @@ nodes that contradict each other are kept apart.
 """
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,11 +75,10 @@ def _key(process: Process, shared: dict[str, tuple[Point, ...]]) -> tuple[str, t
 
 
 def _contradict(some: tuple[Point, ...], others: tuple[Point, ...]) -> bool:
-    for point in some:
-        offset_ns, uncertainty_ns = offset_at(others, point.at_ns)
-        if abs(offset_ns - point.offset_ns) > uncertainty_ns + point.uncertainty_ns:
-            return True
-    return False
+    """Tell whether an offset of *some* differs from that of *others* by more than both are uncertain."""
+    found = [(point, offset_at(others, point.at_ns)) for point in some]
+    return any(abs(offset_ns - point.offset_ns) > uncertainty_ns + point.uncertainty_ns
+               for point, (offset_ns, uncertainty_ns) in found)
 
 
 def _points(process: Process) -> tuple[Point, ...]:
@@ -89,6 +89,8 @@ def _best(points: tuple[Point, ...]) -> int:
     return min(point.uncertainty_ns for point in points)
 
 FORMAT = "bpsfast trace 1"
+#: What a merged trace keeps of each process, besides its spans.
+_KEPT = ("role", "node", "rank", "full", "credit_nbytes")
 
 
 class Job(NamedTuple):
@@ -102,12 +104,8 @@ class Job(NamedTuple):
 def merge(folder: str | Path, out_path: str | Path) -> int:
     """Merge all process files of *folder* into one trace at *out_path* and return its number of events.
 
-    The first moment of the job is time 0. All spans are held in memory at once.
-
-    Raises
-    ------
-    ConfigError
-        *folder* has no trace, or a file that cannot be read or is not a bpsfast trace.
+    The first moment of the job is time 0. All spans are held in memory at once. Raises `ConfigError` if *folder* has no
+    trace, or a file that cannot be read or is not a bpsfast trace.
     """
     return dump(load(folder), out_path)
 
@@ -161,8 +159,7 @@ def dump(job: Job, out_path: str | Path) -> int:
         "clock_uncertainty_us": trace_file.micros(job.clocks.uncertainty_ns),
         "clock_unknown": job.clocks.unknown, "arrows": arrows.drawn, "arrows_left_out": arrows.impossible,
         "inversions": len(examined.inversions),
-        "processes": [{"role": process.role, "node": process.node, "rank": process.rank, "full": process.full,
-                       "credit_nbytes": process.credit_nbytes} for process in job.processes],
+        "processes": [{name: getattr(process, name) for name in _KEPT} for process in job.processes],
         "parts": job.parts})
 
 
@@ -178,27 +175,18 @@ def _marks(job: Job, inversions: list[urgency.Inversion], base_ns: int) -> Itera
 
 
 def reload(path: Path) -> Job:
-    """Return the job that `dump` wrote to *path*.
-
-    Raises
-    ------
-    ConfigError
-        The file is not a complete trace of bpsfast.
-    """
+    """Return the job that `dump` wrote to *path*; raise `ConfigError` if it is not a complete trace of bpsfast."""
     document = trace_file.decode(path)
     try:
         other = document["otherData"]
         if other["format"] != FORMAT:
             raise ValueError(f"its format is {other['format']!r}, expected {FORMAT!r}")
-        spans: dict[int, list[Span]] = {}
-        by_pid: dict[int, list[dict[str, Any]]] = {}
+        by_pid: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for event in document["traceEvents"]:
-            by_pid.setdefault(event["pid"], []).append(event)
-        for pid, events in by_pid.items():
-            spans[pid] = list(trace_file.spans_of(events, 0))
-        processes = [Process(format=trace_file.FORMAT, role=row["role"], pid=pid, base_ns=0, node=row["node"],
-                             rank=row["rank"], clock=(), clock_id="", credit_nbytes=row["credit_nbytes"],
-                             full=row["full"], parts={}, spans=spans.get(pid, []), path=str(path))
+            by_pid[event["pid"]].append(event)
+        spans = {pid: list(trace_file.spans_of(events, 0)) for pid, events in by_pid.items()}
+        processes = [Process(format=trace_file.FORMAT, pid=pid, base_ns=0, clock=(), clock_id="", parts={},
+                             spans=spans.get(pid, []), path=str(path), **{name: row[name] for name in _KEPT})
                      for pid, row in enumerate(other["processes"], start=1)]
         clocks = Clocks([], other["clocks"], round(other["clock_uncertainty_us"] * 1000), other["clock_unknown"])
         return Job(processes, clocks, {int(number): Part(*row) for number, row in other["parts"].items()})

@@ -70,8 +70,17 @@ class Summary(NamedTuple):
 
     @property
     def clocks_line(self) -> str:
-        """How well the clocks agree, and which processes are missing."""
-        return _clocks(self)
+        """How well the clocks agree, and whose records were dropped."""
+        clocks, processes = self.job.clocks, self.job.processes
+        text = f"clocks: {len(processes)} processes on {clocks.number} clock{'s' if clocks.number != 1 else ''}"
+        if clocks.number > 1:
+            text += f", known to {clocks.uncertainty_ns / 1e3:.3g} us"
+        if clocks.unknown:
+            text += f"; unknown clock of {', '.join(clocks.unknown)}"
+        if full := [process.role for process in processes if process.full]:
+            text += (f"; records dropped on {', '.join(full)}: set trace_capacity, or trace_first_step and "
+                     "trace_last_step")
+        return text
 
 
 def summarise(job: Job) -> Summary:
@@ -134,10 +143,7 @@ def _of_rank(process: Process, job: Job, rounds: Mapping[tuple[int, int], list[t
 
 
 def _window(spans: list[Span]) -> tuple[int, int, int]:
-    """Return begin, end and number of whole steps: from the first to the last input of the most pushed partition.
-
-    With a single step, from the first moment to the last.
-    """
+    """Return begin, end and number of steps between inputs of the most pushed partition; of one step, all time."""
     given: dict[int, dict[int, int]] = defaultdict(dict)
     for span in spans:
         if span.kind in ("copy", "push"):
@@ -159,7 +165,6 @@ def _concerns(process: Process, job: Job, node: int, span: Span) -> bool:
 
 
 def _rounds(job: Job) -> dict[tuple[int, int], list[tuple[int, Span]]]:
-    """Return the spans of nodes by partition and round."""
     found: dict[tuple[int, int], list[tuple[int, Span]]] = defaultdict(list)
     for process in job.processes:
         if process.rank < 0:
@@ -182,17 +187,16 @@ def _traced_steps(job: Job) -> float:
 
 
 def _works(job: Job, steps: float) -> tuple[list[Work], list[Work]]:
-    """Return links and nodes, busiest first."""
     links: list[Work] = []
     nodes: list[Work] = []
     for process in job.processes:
-        if process.rank >= 0:
-            continue
-        sums = [span for span in process.spans if span.kind == "sum"]
-        nodes.append(_work(process.role, sums, steps))
-        for peer in sorted({span.args["peer"] for span in process.spans if span.kind == "wire"}):
-            sent = [span for span in process.spans if span.kind == "wire" and span.args["peer"] == peer]
-            links.append(_work(f"{process.role} to node {peer}", sent, steps))
+        if process.rank < 0:
+            sent: dict[int, list[Span]] = defaultdict(list)
+            for span in process.spans:
+                if span.kind == "wire":
+                    sent[span.args["peer"]].append(span)
+            nodes.append(_work(process.role, [span for span in process.spans if span.kind == "sum"], steps))
+            links += [_work(f"{process.role} to node {peer}", spans, steps) for peer, spans in sorted(sent.items())]
     return sorted(links, key=lambda work: -work.busy_s), sorted(nodes, key=lambda work: -work.busy_s)
 
 
@@ -291,21 +295,6 @@ def _urgent(summary: Summary) -> str:
     if not found.writes:
         return "urgency: nothing was written to another node"
     behind = f"behind {found.most_nbytes / 1e6:.3g} MB of less urgent ones"
-    most = f"at most {behind} ({title(summary.job, found.most)})" if found.most is not None else \
-        "never behind a less urgent one"
+    most = f"at most {behind} ({title(summary.job, found.most)})" if found.most else "never behind a less urgent one"
     return (f"urgency: {len(found.inversions)} priority inversions in {found.writes} writes; a write waited {most}; "
             f"the credit window is {found.window_nbytes / 1e6:.3g} MB")
-
-
-def _clocks(summary: Summary) -> str:
-    clocks, processes = summary.job.clocks, summary.job.processes
-    text = f"clocks: {len(processes)} processes on {clocks.number} clock{'s' if clocks.number != 1 else ''}"
-    if clocks.number > 1:
-        text += f", known to {clocks.uncertainty_ns / 1e3:.3g} us"
-    if clocks.unknown:
-        text += f"; unknown clock of {', '.join(clocks.unknown)}"
-    full = [process.role for process in processes if process.full]
-    if full:
-        text += (f"; records dropped on {', '.join(full)}: set trace_capacity, or trace_first_step and "
-                 "trace_last_step")
-    return text

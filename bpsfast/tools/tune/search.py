@@ -129,19 +129,15 @@ class Outcome:
 class Search:
     """One search. Owner thread.
 
-    Parameters
-    ----------
-    loads
-        The loads that are measured at the end; they include those of the tunables.
-    effective
-        Settings -> a hashable of what differs in effect; values without effect are skipped.
+    *loads* are measured at the end; they include those of the tunables. *effective* returns a hashable for what
+    differs in effect between settings; values without effect are skipped.
     """
 
-    def __init__(self, start: Config, knobs: Sequence[Tunable], loads: Sequence[str], measure: Measure, *,
+    def __init__(self, start: Config, tunables: Sequence[Tunable], loads: Sequence[str], measure: Measure, *,
                  clock: Callable[[], float], budget_s: float, rng: random.Random,
                  effective: Callable[[Config, str], Any],
                  report: Callable[[TuneStep], None] = lambda step: None) -> None:
-        self._knobs, self._loads, self._measure = list(knobs), tuple(loads), measure
+        self._tunables, self._loads, self._measure = list(tunables), tuple(loads), measure
         self._clock, self._budget_s, self._rng, self._effective = clock, budget_s, rng, effective
         self._report = report
         self._cost: dict[str, float] = {}
@@ -152,24 +148,20 @@ class Search:
     def run(self) -> Outcome:
         """Search, and return the result.
 
-        Raises
-        ------
-        ConfigError
-            The budget does not suffice to measure the initial settings.
-        Exception
-            Any error of *measure* but `ConfigRefusedError`; also that one for the initial settings.
+        Raises `ConfigError` if the budget does not suffice to measure the initial settings, and any error of *measure*
+        but `ConfigRefusedError`; for the initial settings that one, too.
         """
         self._began = self._clock()
         for load in self._loads:
             self._take(self._config, load)  # includes one-time costs of both sides
         self._require_budget()
-        for load in dict.fromkeys(knob.load for knob in self._knobs):
+        for load in dict.fromkeys(tunable.load for tunable in self._tunables):
             series = [self._take(self._config, load) for _ in range(_NOISE_SAMPLES)]
             self.outcome.noise[load] = noise_of(series)
         try:
             for _ in range(_PASSES):
-                self._rng.shuffle(self._knobs)
-                if not any([self._turn(knob) for knob in self._knobs]):
+                self._rng.shuffle(self._tunables)
+                if not any([self._turn(tunable) for tunable in self._tunables]):
                     break
             self._finish()
         except ConfigRefusedError as exc:
@@ -202,84 +194,78 @@ class Search:
         return self._clock() - self._began + n * self._cost[load] + self._reserve_s <= self._budget_s
 
     def _require_budget(self) -> None:
-        loads = {knob.load for knob in self._knobs}
-        least_s = (self._clock() - self._began) + self._reserve_s + _NOISE_SAMPLES * sum(
-            self._cost[load] for load in loads)
+        noise_s = _NOISE_SAMPLES * sum(self._cost[load] for load in {tunable.load for tunable in self._tunables})
+        least_s = self._clock() - self._began + self._reserve_s + noise_s
         if least_s > self._budget_s:
             raise ConfigError(f"--budget {self._budget_s:g}s is too short: the final comparison alone, {_FINAL_PAIRS} "
                               f"rounds each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
                               "changed")
 
-    # -- one knob -----------------------------------------------------------------------------------------------
+    # -- one tunable --------------------------------------------------------------------------------------------
 
-    def _turn(self, knob: Tunable) -> bool:
+    def _turn(self, tunable: Tunable) -> bool:
         """Try the values of a tunable; tell whether one was accepted."""
-        present = self._config[knob.name]
+        present, effect = self._config[tunable.name], self._effective(self._config, tunable.load)
         live: dict[Any, list[float]] = {}
-        for value in knob.values:
-            seen = self._effective(self._with(knob, value), knob.load)
-            if value != present and seen != self._effective(self._config, knob.load) and self._new(seen, knob.load):
+        for value in tunable.values:
+            seen = self._effective(self._with(tunable, value), tunable.load)
+            if value != present and seen != effect and self._new(seen, tunable.load):
                 live[value] = []
         if not live:
             return False
-        if not self._affords((len(live) + 1) * _LEAST_ROUNDS + 2 * _CONFIRM_PAIRS, knob.load):
-            if knob.name not in self.outcome.untried and not any(s.knob == knob.name for s in self.outcome.steps):
-                self.outcome.untried.append(knob.name)
+        if not self._affords((len(live) + 1) * _LEAST_ROUNDS + 2 * _CONFIRM_PAIRS, tunable.load):
+            if tunable.name not in self.outcome.untried and not any(s.knob == tunable.name for s in self.outcome.steps):
+                self.outcome.untried.append(tunable.name)
             return False
-        if knob.name in self.outcome.untried:
-            self.outcome.untried.remove(knob.name)
-        own = self._rounds(knob, live)
+        if tunable.name in self.outcome.untried:
+            self.outcome.untried.remove(tunable.name)
+        own = self._rounds(tunable, live)
         if not live:
             return False
         best = max(live, key=lambda value: _gain(own, live[value]))
-        if _gain(own, live[best]) <= LEAST_GAIN:
-            for value in live:
-                self._tell(knob, value, False, f"{100 * _gain(own, live[value]):+.1f} %: no gain")
-            return False
+        is_gain = _gain(own, live[best]) > LEAST_GAIN
         for value in live:
-            if value != best:
-                self._tell(knob, value, False, f"{100 * _gain(own, live[value]):+.1f} %: less than {best}")
-        return self._confirm(knob, best)
+            if value != best or not is_gain:
+                reason = f"less than {best}" if is_gain else "no gain"
+                self._tell(tunable, value, False, f"{100 * _gain(own, live[value]):+.1f} %: {reason}")
+        return is_gain and self._confirm(tunable, best)
 
-    def _rounds(self, knob: Tunable, live: dict[Any, list[float]]) -> list[float]:
+    def _rounds(self, tunable: Tunable, live: dict[Any, list[float]]) -> list[float]:
         """Measure all values and the current one in rounds; drop those that fall behind. Changes *live*."""
         own: list[float] = []
-        margin = max(LEAST_GAIN, 2 * self.outcome.noise[knob.load])
+        margin = max(LEAST_GAIN, 2 * self.outcome.noise[tunable.load])
         for number in range(_ROUNDS):
-            if number >= _LEAST_ROUNDS and not self._affords(len(live) + 1 + 2 * _CONFIRM_PAIRS, knob.load):
+            if number >= _LEAST_ROUNDS and not self._affords(len(live) + 1 + 2 * _CONFIRM_PAIRS, tunable.load):
                 break
             order = [*live, None]
             self._rng.shuffle(order)
             for value in order:
                 if value is None:
-                    own.append(self._take(self._config, knob.load))
-                else:
-                    self._try(knob, value, live)
+                    own.append(self._take(self._config, tunable.load))
+                    continue
+                try:
+                    live[value].append(self._take(self._with(tunable, value), tunable.load))
+                except ConfigRefusedError as exc:
+                    del live[value]
+                    self._tell(tunable, value, False, f"not possible: {exc}")
             if number + 1 >= _LEAST_ROUNDS:
                 for value in [value for value in live if _gain(own, live[value]) < -margin]:
-                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: dropped early")
+                    self._tell(tunable, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: dropped early")
             if not live:
                 break
         return own
 
-    def _try(self, knob: Tunable, value: Any, live: dict[Any, list[float]]) -> None:
+    def _confirm(self, tunable: Tunable, value: Any) -> bool:
         try:
-            live[value].append(self._take(self._with(knob, value), knob.load))
+            own, new = self._pairs(self._config, self._with(tunable, value), tunable.load, _CONFIRM_PAIRS)
         except ConfigRefusedError as exc:
-            del live[value]
-            self._tell(knob, value, False, f"not possible: {exc}")
-
-    def _confirm(self, knob: Tunable, value: Any) -> bool:
-        try:
-            own, new = self._pairs(self._config, self._with(knob, value), knob.load, _CONFIRM_PAIRS)
-        except ConfigRefusedError as exc:
-            self._tell(knob, value, False, f"not possible: {exc}")
+            self._tell(tunable, value, False, f"not possible: {exc}")
             return False
-        found = compare(own, new, self.outcome.noise[knob.load])
+        found = compare(own, new, self.outcome.noise[tunable.load])
         taken = found.verdict == "better"
-        self._tell(knob, value, taken, f"{found}: {'taken' if taken else 'within the noise'}")
+        self._tell(tunable, value, taken, f"{found}: {'taken' if taken else 'within the noise'}")
         if taken:
-            self._config = self._with(knob, value)
+            self._config = self._with(tunable, value)
         return taken
 
     def _pairs(self, one: Config, other: Config, load: str, n: int) -> tuple[list[float], list[float]]:
@@ -306,7 +292,7 @@ class Search:
         worse = [load for load, found in outcome.comparisons.items() if found.verdict == "worse"]
         # a load that no tunable concerns decides nothing, but must not become worse
         changed = describe(self._config, outcome.start)
-        decisive = dict.fromkeys(knob.load for knob in self._knobs if knob.name in changed)
+        decisive = dict.fromkeys(tunable.load for tunable in self._tunables if tunable.name in changed)
         better = [load for load in decisive if outcome.comparisons[load].verdict == "better"]
         if worse:
             outcome.words = f"the found settings make {', '.join(worse)} worse"
@@ -316,8 +302,8 @@ class Search:
             outcome.changed, outcome.best = True, dict(self._config)
             outcome.words = f"{', '.join(better)} better by more than the noise, nothing worse"
 
-    def _with(self, knob: Tunable, value: Any) -> Config:
-        return {**self._config, knob.name: value}
+    def _with(self, tunable: Tunable, value: Any) -> Config:
+        return {**self._config, tunable.name: value}
 
     def _new(self, seen: Any, load: str) -> bool:
         """Tell whether these settings have not been compared with the current ones yet."""
@@ -327,8 +313,8 @@ class Search:
         self._known.add(pair)
         return True
 
-    def _tell(self, knob: Tunable, value: Any, taken: bool, words: str) -> None:
-        step = TuneStep(knob.name, value, self._config[knob.name], taken, words)
+    def _tell(self, tunable: Tunable, value: Any, taken: bool, words: str) -> None:
+        step = TuneStep(tunable.name, value, self._config[tunable.name], taken, words)
         self.outcome.steps.append(step)
         self._report(step)
 

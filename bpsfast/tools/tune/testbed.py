@@ -6,7 +6,6 @@ between measurements, so the next one notices a dead machine.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ import msgspec
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
-from ..perf.control import Answer, Ask, Control, Propose, connect, handshake_acceptor
+from ..perf.control import Answer, Ask, Control, Propose, connect, serving
 from ..perf.perf_plan import Plan
 from ..perf.perf_run import PerfRun
 from . import tunables
@@ -43,10 +42,7 @@ class RailPair(NamedTuple):
 
 
 class TuneTestbed:
-    """The other machines, each of which listens. One thread.
-
-    *wait_s*: longest wait for one to listen; *timeout_s*: silence after which one counts as stalled.
-    """
+    """The other machines, which listen: waits *wait_s* for one, and calls it stalled after *timeout_s*. One thread."""
 
     def __init__(self, where: Sequence[tuple[str, int]], key: bytes, loaded: Settings, wait_s: float,
                  timeout_s: float) -> None:
@@ -56,13 +52,7 @@ class TuneTestbed:
         self.own = Host()
 
     def ask(self, what: str) -> list[HostCapabilities]:
-        """Ask every machine for its "facts", or tell it the "end"; return the answers.
-
-        Raises
-        ------
-        BpsError
-            A machine does not answer or reports an error.
-        """
+        """Ask every machine for its "facts", or tell it the "end"; raise `BpsError` if one fails or does not answer."""
         found = []
         for host, port in self._where:
             with connect(host, port, self._key, self._wait_s, self._timeout_s) as control:
@@ -78,21 +68,12 @@ class TuneTestbed:
     def measure(self, plan: Plan, ways: Sequence[RailPair]) -> list[dict[str, Any]]:
         """Run *plan* on all *ways* at once; return the row of each.
 
-        Raises
-        ------
-        ConfigRefusedError
-            These settings cannot be measured; every machine still answers.
-        PeerLostError
-            A machine is gone.
+        Raises `ConfigRefusedError` if these settings cannot be measured but every machine still answers, and
+        `PeerLostError` if one is gone.
         """
-        controls: list[Control] = []
-        try:
-            for way in ways:
-                controls.append(self._connect(way.partner, self._wait_s))
+        with contextlib.ExitStack() as stack:
+            controls = [stack.enter_context(self._connect(way.partner, self._wait_s)) for way in ways]
             return self._together(plan, ways, controls)
-        finally:
-            for control in controls:
-                control.close()
 
     def _connect(self, partner: int, wait_s: float) -> Control:
         host, port = self._where[partner]
@@ -116,9 +97,9 @@ class TuneTestbed:
             way = ways[number]
             own = msgspec.structs.replace(self._settings, rdma_devices=f"={way.own.name}")
             try:
-                visit = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
-                visit.as_client(plan, lambda: None, way.their.name)
-                rows[number] = visit.rows[0]
+                measured = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
+                measured.as_client(plan, lambda: None, way.their.name)
+                rows[number] = measured.rows[0]
             except Exception as exc:  # reported below, in the calling thread
                 errors.append((number, exc))
                 barrier.abort()
@@ -139,7 +120,7 @@ class TuneTestbed:
                                          "was changed")
         except BaseException as exc:
             for control in controls:
-                control.cut(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
+                control.abort(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
             for thread in threads:
                 thread.join(_LAST_WORDS_S)
             raise
@@ -169,7 +150,6 @@ class TuneTestbed:
 class _OthersError(BpsError):
     """A perf run that ended because another one of the same measurement failed."""
 
-_log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
 _MOST_AT_ONCE = 64
 
@@ -185,7 +165,6 @@ class TuneServer:
         self._listener, self._key, self._settings, self._say = listener, key, loaded, say
         self._host = Host()
         self._ended = threading.Event()
-        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._heard_s = time.monotonic()
         self._driver = ""
         self._at_work = 0
@@ -194,19 +173,11 @@ class TuneServer:
     def serve(self, wait_s: float) -> None:
         """Serve until the other side is done; refuse strangers.
 
-        Raises
-        ------
-        StallError
-            Nobody connected within *wait_s* seconds.
-        PeerLostError
-            A client connected, and then nobody for *wait_s* seconds.
+        Raises `StallError` if no client came within *wait_s* seconds; `PeerLostError` if one came, and then none for
+        *wait_s* seconds.
         """
         self._heard_s = time.monotonic()
-        door = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
-                             lambda exc: _log.info("tune: %s", exc), lambda words: _log.warning("tune: %s", words),
-                             "bpsfast-tune")
-        with contextlib.closing(door):
-            door.start()
+        with serving(self._listener, self._key, _SILENCE_S, _MOST_AT_ONCE, "tune", self._client):
             while not self._ended.wait(_LOOK_S):
                 self._check_silence(wait_s)
 
@@ -219,34 +190,26 @@ class TuneServer:
             raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s without ending the run: its "
                                 "process is gone, and its own output says why. Nothing was changed here")
         raise StallError(f"nobody connected within {wait_s:g} s to port {self._listener.getsockname()[1]}: start "
-                         "`bpsfast "
-                         "tune rdma` with this host's name on the other one")
+                         "`bpsfast tune rdma` with this host's name on the other one")
 
     def _client(self, control: Control) -> None:
-        with control:
-            if not self._places.acquire(blocking=False):
-                return control.stop(f"{_MOST_AT_ONCE} measurements are already running")
+        with self._lock:
+            self._at_work += 1
+        try:
+            if not self._driver:
+                self._say(f"measured from {control.peer_host}")
+            self._driver = control.peer_host
+            self._answer(control)  # impossible values are part of the search; the other side tells its user
+        finally:
             with self._lock:
-                self._at_work += 1
-            try:
-                if not self._driver:
-                    self._say(f"measured from {control.peer_host}")
-                self._driver = control.peer_host
-                self._answer(control)
-            except (BpsError, OSError, ValueError) as exc:
-                # impossible values are part of the search; the other side tells its user
-                _log.info("tune: %s", exc)
-            finally:
-                with self._lock:
-                    self._at_work -= 1
-                    self._heard_s = time.monotonic()
-                self._places.release()
+                self._at_work -= 1
+                self._heard_s = time.monotonic()
 
     def _answer(self, control: Control) -> None:
         asked = control.receive((Ask, Propose), "a question or a measurement")
         if isinstance(asked, Propose):
-            visit = PerfRun(control, self._key, self._settings, lambda row: None, host=self._host)
-            visit.serve(asked, {}, lambda: None)
+            run = PerfRun(control, self._key, self._settings, lambda row: None, host=self._host)
+            run.serve(asked, {}, lambda: None)
         elif asked.what == "facts":
             try:
                 fields = msgspec.to_builtins(tunables.gather(self._host, self._settings, control.peer_host))

@@ -63,10 +63,8 @@ class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 def gather(host: Host, loaded: Settings, peer_host: str) -> HostCapabilities:
     """Return the capabilities of this machine, *host*, towards *peer_host*.
 
-    Raises
-    ------
-    ConfigError, OSError
-        The settings name a device that does not exist; libibverbs or a device cannot be opened.
+    Raises `ConfigError` if the settings name a device that does not exist; `OSError` if libibverbs or a device cannot
+    be opened.
     """
     rails, rejected = ping.rails(host, loaded, peer_host)
     allowed = numa.allowed_cpus(host.tree)
@@ -99,13 +97,7 @@ NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", 
 
 
 def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
-    """Return the rails that *side* would use with the setting rdma_devices, ordered to pair with the peer's.
-
-    Raises
-    ------
-    ConfigError
-        The setting names none of them.
-    """
+    """Return the rails of *side* by rdma_devices, in the order of pairs; raise `ConfigError` if there are none."""
     if not devices:
         return list(side.require()[:side.n_used])
     wanted = parse_rdma_devices(devices)
@@ -152,7 +144,7 @@ _LEAST_POOL_NBYTES = 64 * _MIB
 class Choice(NamedTuple):
     """Tunables to try, and the reason against each other setting."""
 
-    knobs: list[Tunable]
+    tunables: list[Tunable]
     untried: dict[str, str]
 
 
@@ -165,7 +157,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     """
     sides = [own, *partners]
     rails = [rail for side in sides for rail in rails_of(side, start["rdma_devices"] if side is own else "")]
-    knobs: list[Tunable] = []
+    found: list[Tunable] = []
     untried: dict[str, str] = {}
 
     def offer(name: str, values: Sequence[Any], otherwise: str, load: str = goal) -> None:
@@ -173,7 +165,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
         if only and name not in only:
             untried[name] = "--only does not name it"
         elif values:
-            knobs.append(Tunable(name, values, load))
+            found.append(Tunable(name, values, load))
         else:
             untried[name] = otherwise
 
@@ -197,13 +189,12 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     offer("rdma_service_level", service_levels,
           "the fabric defines the levels: name those to try with --service-level 0,3")
     ignoring = sorted({rail.driver for rail in rails} - _ORDERING_DRIVERS)
-    offer("rdma_relaxed_ordering", () if ignoring else (False, True),
-          f"the driver {', '.join(ignoring)} ignores it")
+    offer("rdma_relaxed_ordering", () if ignoring else (False, True), f"the driver {', '.join(ignoring)} ignores it")
     poor = [side.host for side in sides if side.huge_page_nbytes < _LEAST_POOL_NBYTES]
     offer("huge_pages", () if poor else ("auto", "off"),
           f"no pool of 2 MiB pages on {', '.join(dict.fromkeys(poor))}: sysctl vm.nr_hugepages=512 makes one of 1 GiB")
     offer("rdma_cores", *_cores(sides, rails))
-    return Choice(knobs, untried)
+    return Choice(found, untried)
 
 
 def _rails(own: HostCapabilities, partners: Sequence[HostCapabilities]) -> tuple[list[str], str]:

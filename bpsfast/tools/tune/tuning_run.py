@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,7 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.nic_counters import CounterDelta
 from ...orchestration.errors import BpsError, ConfigError
-from ..doctor import fabric
-from ..doctor.examination import examine
+from ..doctor.examination import CHECKS, examine
 from ..doctor.facts import Facts
 from ..doctor.finding import Outcome as Reading, Status
 from ..perf.perf_plan import Plan
@@ -28,23 +28,17 @@ _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 
 
 class TuningRun:
-    """The capabilities of the machines, and the measurements. One thread.
+    """Machines and measurements. One thread. Raises `BpsError` or `OSError` for an unusable machine."""
 
-    Raises
-    ------
-    BpsError, OSError
-        A machine cannot be reached, or has no usable port.
-    """
-
-    def __init__(self, field: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
+    def __init__(self, testbed: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
                  timeout_s: float, traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (),
                  only: Sequence[str] = ()) -> None:
         self.budget_s, self._timeout_s = budget_s, timeout_s
         self.sample_s = min(_LONGEST_S, max(_SHORTEST_S, budget_s / _SHARE))
-        self._field = field
-        self.own = tunables.gather(field.own, loaded, towards)
+        self._testbed = testbed
+        self.own = tunables.gather(testbed.own, loaded, towards)
         self.own.require()
-        self.partners = field.ask("facts")
+        self.partners = testbed.ask("facts")
         for partner in self.partners:
             partner.require()
         self.start: Config = {name: getattr(loaded, name) for name in NAMES}
@@ -54,8 +48,8 @@ class TuningRun:
         if self.goal not in self.loads:
             raise ConfigError(f"--goal {self.goal} needs several sending hosts; name two or more")
         self.choice = tunables.choose(self.start, self.own, self.partners, self.goal, traffic_classes, service_levels,
-                                   only)
-        if not self.choice.knobs:
+                                      only)
+        if not self.choice.tunables:
             raise ConfigError("there is nothing to try: " + "; ".join(
                 f"{name}: {reason}" for name, reason in self.choice.untried.items()))
         #: (settings, load, {(host, device/port): counters}) of every measurement
@@ -64,14 +58,8 @@ class TuningRun:
     # -- measuring ------------------------------------------------------------------------------------------
 
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
-        """Search for better settings; *report* is called with each step.
-
-        Raises
-        ------
-        BpsError
-            A machine is gone, or the current settings cannot be measured.
-        """
-        search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
+        """Search, with *report* of each step; raise `BpsError` if a machine is gone or current settings fail."""
+        search = Search(self.start, self.choice.tunables, self.loads, self.measure, clock=time.monotonic,
                         budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
         try:
             return search.run()
@@ -98,13 +86,12 @@ class TuningRun:
         ways = self.ways(config, load)
         rails = [rail for way in ways for rail in (way.own, way.their)]
         n_rails = sum(way.partner == 0 for way in ways)
-        plan = plan_of(config, load, rails, n_rails, self.sample_s, self._timeout_s)
-        return plan, tuple(ways)
+        return plan_of(config, load, rails, n_rails, self.sample_s, self._timeout_s), tuple(ways)
 
     def measure(self, config: Config, load: str) -> float:
         """Return the bandwidth of all ways together in bytes per second, or the inverse of a latency (1/s)."""
         plan, ways = self.effective(config, load)
-        rows = self._field.measure(plan, ways)
+        rows = self._testbed.measure(plan, ways)
         self._counted.append((config, load, self._counters(ways, rows)))
         if load == LATENCY:
             return 1.0 / rows[0]["typical_s"] if rows[0]["typical_s"] > 0 else 0.0
@@ -127,20 +114,18 @@ class TuningRun:
 
     def counted(self, config: Config, load: str) -> list[CounterDelta]:
         """Return the changes of the ports' counters in all measurements of *load* with these settings."""
-        total: dict[tuple[str, str], dict[str, int]] = {}
+        total: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for measured, under, ports in self._counted:
             if (measured, under) == (config, load):
                 for where, changes in ports.items():
-                    into = total.setdefault(where, {})
-                    for name, value in changes.items():
-                        into[name] = into.get(name, 0) + value
+                    total[where].update(changes)
         return [CounterDelta(f"{host} {device}", int(port), 0.0, changes, False, False)
                 for (host, name), changes in total.items() for device, _, port in [name.partition("/")]]
 
 
 def network(loaded: Settings, origins: dict[str, str]) -> Reading:
     """Return the doctor's outcome on flow control of this machine: PFC, ECN, DCQCN, and advice (check RD09)."""
-    return examine(Facts(Host(), loaded, origins), fabric.CHECKS)[0].outcome
+    return examine(Facts(Host(), loaded, origins), [each for each in CHECKS if each.code == "RD09"])[0].outcome
 
 
 def head(session: TuningRun) -> str:
@@ -150,7 +135,7 @@ def head(session: TuningRun) -> str:
     for way in session.ways(session.start, session.loads[-2]):
         their = session.partners[way.partner]
         lines.append(f"  {session.own.host} {way.own.name} -> {their.host} {way.their.name}: {way.own.reason}")
-    lines.append("to try: " + ", ".join(knob.name for knob in session.choice.knobs))
+    lines.append("to try: " + ", ".join(tunable.name for tunable in session.choice.tunables))
     lines += [f"not tried: {name}: {reason}" for name, reason in session.choice.untried.items()]
     return "\n".join(lines)
 

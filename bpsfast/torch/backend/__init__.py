@@ -5,15 +5,15 @@
 
 registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autoload`).
 
-    process_group   torch's calls, carried out by a `collectives.Group` in the order of the calls
-    base_group      how a call starts, how a group ends, and its names in torch
-    replica_group   a group that is made again with other ranks, as torchft asks for it
+    process_group   torch's collective calls, which a `collectives.Group` executes in the order of the calls
+    base_group      the start of a call, the end of a group, and its names in torch
+    replica_group   a group that is made again with other ranks, for torchft
     device_calls    calls with GPU tensors, through staging buffers in shared memory
-    work            what a call returns
+    work            the object that a call returns
     messages        send, receive, the monitored barrier
     operands        tensors as memory, dense and sparse
-    worlds          the sessions behind groups, and env:// under launchers that are not torch's
-    torch_compat    what depends on the version of torch or on its C++ bindings
+    worlds          the sessions behind groups, and env:// under other launchers than torch's
+    torch_compat    differences between versions of torch, and its C++ bindings
 """
 from __future__ import annotations
 

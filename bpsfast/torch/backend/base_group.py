@@ -1,4 +1,4 @@
-"""A torch process group without its calls: how a call is started and noted, how the group ends."""
+"""The base of `ProcessGroup`: its names in torch, the start of a call, and the end of the group."""
 from __future__ import annotations
 
 import contextlib
@@ -23,26 +23,29 @@ from .work import Work, torch_error
 
 _log = logging.getLogger("bpsfast.torch")
 
-#: After so long somebody wants to know what the end of a group waits for.
+#: The end of a group is logged if it waits for longer than this.
 _WARN_AFTER_S = 5.0
-#: How long an ended session's last call may take to come out of it.
+#: Maximum time for the last call to return after its session has ended.
 _CLOSE_TIMEOUT_S = 10.0
 
 
-#: Kinds of devices whose tensors a group takes, in the order in which torch lists those of gloo.
-_KINDS = ("cuda", "cpu")
+#: Device types whose tensors a group takes, in the order in which torch lists those of gloo.
+_DEVICE_TYPES = ("cuda", "cpu")
 
 
 class NamedGroup(dist.ProcessGroup):
-    """Member *rank* of *size*; torch's user may call the group otherwise than *name* later."""
+    """A group's answers to torch about itself: rank, size, names, devices, abilities. torch may change *name*."""
+
+    # torch asks its backends for these; calls may be collected and waited for together.
+    supports_splitting = supports_time_estimate = supports_shrinking = False
+    supports_coalescing = True
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
         self._names = {"name": name, "desc": "undefined"}
-        self.store: Any = None  # that torch has made it with
+        self.store: Any = None  # with which torch has made the group
 
     def getBackendName(self) -> str:
-        """Return the name under which it is registered."""
         return torch_compat.NAME
 
     name = _get_backend_name = getBackendName
@@ -54,60 +57,28 @@ class NamedGroup(dist.ProcessGroup):
         self._names["desc"] = text
 
     def getGroupName(self) -> str:
-        """Return what torch calls the group."""
         return self._names["name"]
 
     def getGroupDesc(self) -> str:
-        """Return what torch's user calls the group."""
         return self._names["desc"]
 
     def get_group_store(self) -> Any:
-        """Return the store that torch has made the group with."""
         return self.store
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it takes."""
-        return [torch.device(kind) for kind in _KINDS]
+        return [torch.device(kind) for kind in _DEVICE_TYPES]
 
     def _get_backend(self, device: Any) -> NamedGroup:
-        """Return what carries out calls for tensors on *device*: the group itself.
-
-        Raises
-        ------
-        RuntimeError
-            If it takes no tensors from there.
-        """
+        """Return the group itself, or raise RuntimeError if it takes no tensors on *device*."""
         kind = torch.device(device).type
-        if kind not in _KINDS:  # not by the property: the compiler of torch 2.14 does not know it
+        if kind not in _DEVICE_TYPES:  # not by the property, which the compiler of torch 2.14 cannot trace
             raise RuntimeError(f"No backend type associated with device type {kind}: {torch_compat.NAME} "
                                "takes tensors of the CPU and of CUDA devices")
         return self
 
-    # what torch asks the backend that it gets there
-
-    @property
-    def supports_splitting(self) -> bool:
-        """Sub-groups are made anew: nothing is gained by splitting."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether calls may be collected and waited for together."""
-        return True
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        """How long a call will take is not known before."""
-        return False
-
-    @property
-    def supports_shrinking(self) -> bool:
-        """A group keeps its members."""
-        return False
-
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Calls need no memory of a kind of its own."""
+        """Return False: calls need no special memory."""
         return False
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
@@ -115,10 +86,7 @@ class NamedGroup(dist.ProcessGroup):
 
 
 class BaseGroup(NamedGroup):
-    """Carries out calls by *group*, in their order. `ProcessGroup` has the calls, and says what holds for all of them.
-
-    *world* is left when the group ends.
-    """
+    """Starts the calls of `ProcessGroup`, which *group* executes in order. The end of the group leaves *world*."""
 
     def __init__(self, world: worlds.World, group: Group, rank: int, size: int) -> None:
         super().__init__(rank, size, group.name)
@@ -132,31 +100,29 @@ class BaseGroup(NamedGroup):
 
     @property
     def session(self) -> Session:
-        """The job's session on this rank."""
         return self._group.session
 
-    # -- what it is asked -----------------------------------------------------------------------------------------
+    # -- what torch asks it ----------------------------------------------------------------------------------------
 
     @property
     def options(self) -> Any:
-        """What torch calls a backend's options: its name, and how long a call may take."""
+        """The backend's options, as torch calls them: its name and the timeout of a call."""
         return torch_compat.BackendOptions(torch_compat.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """torch asks for this; calls are counted from the start."""
+        """Do nothing: calls are counted from the start."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls from now on take *timeout* at most."""
+        """Set the timeout of later calls."""
         self._group.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def errored(self) -> BaseException | None:
-        """Return what the first call that failed has failed with, as its `Work` raises it; None: none has. Any thread.
-        """
+        """Return the error of the first call that failed, as its `Work` raises it, or None. Any thread."""
         return self._failure
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -166,7 +132,7 @@ class BaseGroup(NamedGroup):
         self._sequence += 1
         timeout_s = torch_compat.timeout_of(opts, self._group.timeout_s)
         call = current()
-        work = Work(results if call is None else call.originals(results), timeout_s, text, call)
+        work = Work(results, timeout_s, text, call)
         work.tell_failure(self._failed)
 
         def job() -> None:
@@ -191,7 +157,7 @@ class BaseGroup(NamedGroup):
         return self._noted(work)
 
     def _noted(self, work: Work) -> Work:
-        """Return *work*, which counts among coalesced ones if it is one of them and not well over."""
+        """Return *work*, after adding it to those that are being coalesced; successful ones are dropped from them."""
         if self._coalesced is not None:
             self._coalesced = [each for each in self._coalesced if each.is_on_device or not each.is_success()]
             self._coalesced.append(work)
@@ -201,7 +167,7 @@ class BaseGroup(NamedGroup):
         call = current()
         try:
             if call is not None:
-                call.arrive(self._group.timeout_s)  # a message begins to leave at once
+                call.arrive(self._group.timeout_s)  # a message is sent at once
             work = begin()
         except BpsError as exc:
             raise torch_error(exc) from exc
@@ -213,14 +179,18 @@ class BaseGroup(NamedGroup):
 
     @torch_compat.eager
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the works of calls from now on."""
         self._coalesced = []
 
     @torch_compat.eager
     def _end_coalescing(self, device: torch.device) -> Work:
-        """Return the one work of all that was collected."""
+        """Return one work for all calls since `_start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
-        whole = self._start("coalesced calls", [], dist.BarrierOptions(), lambda: _wait_all(works))
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait()
+
+        whole = self._start("coalesced calls", [], dist.BarrierOptions(), wait_for_all)
         whole.includes(works)
         return whole
 
@@ -231,10 +201,10 @@ class BaseGroup(NamedGroup):
         self._end(0.0)
 
     def shutdown(self) -> None:
-        """End the group, once its calls are over; at once while an exception is handled, as in a ``finally``.
+        """End the group after its calls; at once while an exception is handled, as in a ``finally``.
 
-        Then the other members may never make the calls that are under way here: they wait for what this one has left
-        out, and shall be told that it is gone.
+        In that case the other members may never make the calls that are under way here, and must learn that this
+        member is gone.
         """
         self._end(self._group.timeout_s if sys.exc_info()[1] is None else 0.0)
 
@@ -248,13 +218,8 @@ class BaseGroup(NamedGroup):
                          self.group_name, timeout_s)
             ended = self._executor.close(timeout_s - _WARN_AFTER_S)
         self._messages.close()
-        with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
+        with contextlib.suppress(BpsError):  # the job may be over, with all its memory
             self._group.close()
         worlds.quit(world)
         if not ended:
             self._executor.close(_CLOSE_TIMEOUT_S)
-
-
-def _wait_all(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()

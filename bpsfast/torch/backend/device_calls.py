@@ -1,11 +1,10 @@
-"""Calls of a group with tensors on a GPU: carried out on staging buffers in shared memory, in the order of the GPU's
-streams.
+"""Executes a group's calls with GPU tensors on staging buffers in shared memory, in the order of the GPU's streams.
 
-    when called    copies to the staging buffers are enqueued, after what the caller's stream has before
-    in its turn    the call waits for them, and is made as of CPU tensors
-    at its end     copies back are enqueued; `Work.wait` lets the stream that is current there wait for them
+    when called    copies to the staging buffers are enqueued, after earlier work of the caller's stream
+    in its turn    the call waits for the copies, and runs as with CPU tensors
+    at its end     copies back are enqueued; `Work.wait` makes the current stream wait for them
 
-So the host waits for no copy, and the caller's stream for no host, unless the program waits for a sum.
+So the caller waits for no copy, and its stream not for the host, unless the program waits for the result.
 """
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,32 +26,28 @@ from ...trainer.gpu.staging_buffers import StagingBuffer
 from ...trainer.session import Session
 
 
+@dataclass(eq=False)
 class _StagedTensor:
-    """A tensor on a device, what stands for it, and whether it is read and written."""
+    """A tensor on a device, its staging buffer (None: it is empty), and a CPU tensor over that."""
 
-    def __init__(self, tensor: torch.Tensor, staging_buffer: StagingBuffer | None,
-                 staging_tensor: torch.Tensor) -> None:
-        self.tensor, self.staging_buffer, self.staging_tensor = tensor, staging_buffer, staging_tensor
-        self.is_read = self.is_written = False
+    tensor: torch.Tensor
+    staging_buffer: StagingBuffer | None
+    staging_tensor: torch.Tensor
+    is_read: bool = False
+    is_written: bool = False
 
 
 class DeviceCall:
-    """One call, from when it is made until its results were copied back. One thread at a time."""
+    """One call of a group, until its results were copied back. One thread at a time."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pairs: dict[tuple[int, tuple[int, ...], torch.dtype], _StagedTensor] = {}
         self._done: list[tuple[StagingBuffer, Event]] = []
-        self.is_under_way = False  # whether somebody else than the caller carries it out, and ends it
+        self.is_under_way = False  # whether another thread executes and ends it
 
     def staging_tensor(self, tensor: torch.Tensor, is_read: bool, is_written: bool) -> torch.Tensor:
-        """Return what stands for *tensor*.
-
-        Raises
-        ------
-        UnsupportedError
-            If it is not contiguous.
-        """
+        """Return the CPU tensor to use instead of *tensor*; raises `UnsupportedError` if that is not contiguous."""
         key = tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
         pair = self._pairs.get(key)
         if pair is None:
@@ -67,26 +63,27 @@ class DeviceCall:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes == 0:
             return _StagedTensor(tensor, None, torch.empty(tensor.shape, dtype=tensor.dtype))
-        place = arrays.of_torch(tensor) if tensor.is_cuda else host_device().place()
-        staging_buffer = StagingBuffer(self._session.devices.staging_buffers, place, tensor.data_ptr(), nbytes, tensor)
+        location = arrays.of_torch(tensor) if tensor.is_cuda else host_device().location()
+        staging_buffer = StagingBuffer(self._session.devices.staging_buffers, location, tensor.data_ptr(), nbytes,
+                                       tensor)
         flat = torch.from_numpy(staging_buffer.region.array[:nbytes])
         return _StagedTensor(tensor, staging_buffer, flat.view(tensor.dtype).view(tensor.shape))
 
     def begin(self) -> None:
-        """Enqueue the copies to what stands for tensors that are read."""
+        """Enqueue the copies of tensors that are read to their staging buffers."""
         for pair in self._pairs.values():
             if pair.staging_buffer is not None and pair.is_read:
                 pair.staging_buffer.fetch()
 
     def arrive(self, timeout_s: float) -> None:
-        """Wait for those copies, so long at most. Raises as `StagingBuffer.wait`."""
+        """Wait for those copies, at most *timeout_s*. Raises as `StagingBuffer.wait`."""
         deadline = time.monotonic() + timeout_s
         for pair in self._pairs.values():
             if pair.staging_buffer is not None:
                 pair.staging_buffer.wait(deadline)
 
     def leave(self) -> None:
-        """Enqueue the copies back of what was written."""
+        """Enqueue the copies of tensors that were written back to the device."""
         self._done = [(pair.staging_buffer, pair.staging_buffer.restore()) for pair in self._pairs.values()
                       if pair.staging_buffer is not None and pair.is_written]
 
@@ -96,13 +93,13 @@ class DeviceCall:
         return [tensor_of.get(id(tensor), tensor) for tensor in tensors]
 
     def join(self) -> None:
-        """Let the streams that are current now find the results."""
+        """Make the current streams wait for the results."""
         for staging_buffer, event in self._done:
-            staging_buffer.place.caller().wait(event)
+            staging_buffer.location.caller().wait(event)
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
-        """Be where results are found: inside, the current streams are some that wait for them."""
+        """Inside the block the current streams are new ones that wait for the results."""
         with contextlib.ExitStack() as stack:
             for pair in self._pairs.values():
                 if pair.tensor.is_cuda:
@@ -112,11 +109,11 @@ class DeviceCall:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The GPUs of its tensors, as futures want to know them."""
+        """The GPUs of its tensors, as torch's futures need them."""
         return sorted({pair.tensor.device for pair in self._pairs.values() if pair.tensor.is_cuda}, key=str)
 
     def end(self) -> None:
-        """Give the memory back. Once; the call is over."""
+        """Release the staging buffers. Once; the call is over."""
         for pair in self._pairs.values():
             staging_buffer, pair.staging_buffer = pair.staging_buffer, None
             if staging_buffer is not None:
@@ -124,17 +121,14 @@ class DeviceCall:
 
 
 _current: ContextVar[DeviceCall | None] = ContextVar("bpsfast_call", default=None)
-
-
-def current() -> DeviceCall | None:
-    """Return the call that is being made in this thread, if its tensors are on a device."""
-    return _current.get()
+#: Returns this thread's present call if its tensors are on a device.
+current = _current.get
 
 
 def on_device(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method of a group, whose arguments number *reads* are read and *writes* written, take tensors on devices.
+    """Make a method of a group accept tensors on devices: it reads arguments number *reads* and writes *writes*.
 
-    They are tensors, or (nested) sequences of them.
+    These arguments are tensors or (nested) sequences of tensors.
     """
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

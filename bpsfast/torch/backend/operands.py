@@ -1,4 +1,4 @@
-"""Tensors as a group takes them: contiguous CPU memory of a dtype that is combined, or just bytes."""
+"""Turns tensors into a group's operands: contiguous CPU memory with a dtype and an op, or just bytes."""
 from __future__ import annotations
 
 import functools
@@ -12,41 +12,33 @@ from ...orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ...trainer.tensor_input import TensorInput
 from ..ops import require_dense, wire_dtype_name
 
-#: Truth values are bytes of 0 and 1; sums and products of them are what NCCL makes of them.
+#: Booleans are bytes of 0 and 1: the op on these bytes that gives NCCL's result.
 _OF_BOOLS = {"sum": "bor", "product": "band", "min": "band", "max": "bor", "band": "band", "bor": "bor", "bxor": "bxor"}
-#: Modulo 2^w these are the same with a sign and without; torch has them from 2.3 on.
+#: Unsigned dtypes (torch has them from 2.3 on) -> the signed ones as which `_SIGNLESS` ops combine them, modulo 2^w.
 _SIGNED = {getattr(torch, f"u{name}"): getattr(torch, name) for name in ("int16", "int32", "int64")
            if hasattr(torch, f"u{name}")}
 _SIGNLESS = ("sum", "product", "band", "bor", "bxor")
 
 
 class Operand(NamedTuple):
-    """`dense` has the elements of `tensor`, contiguous; it is the same memory unless `tensor` is not."""
+    """A tensor and a contiguous copy of it, `dense`; if `tensor` is contiguous, both are the same object."""
 
     tensor: torch.Tensor
     dense: torch.Tensor
 
     @property
     def memory(self) -> TensorInput:
-        """The bytes, whatever they mean."""
-        dense = self.dense
-        return TensorInput(dense.data_ptr(), (dense.numel(),), str(dense.dtype), dense.numel() * dense.element_size(),
-                           True, dense)
+        """The bytes of `dense`, to be copied but not combined."""
+        return _memory(self.dense, str(self.dense.dtype))
 
     def take_back(self) -> None:
-        """Write to `tensor` what was written to `dense`."""
+        """Copy `dense`, which was written, to `tensor`."""
         if self.dense is not self.tensor:
             write(self.tensor, self.dense)
 
 
 def operand(tensor: torch.Tensor) -> Operand:
-    """Return *tensor* as an operand.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is no dense tensor on the CPU.
-    """
+    """Return *tensor* as an operand; raises `UnsupportedError` if it is no dense tensor on the CPU."""
     require_dense(tensor, "a torch.Tensor", "tensor.to_dense(), or all_reduce, which takes sparse ones",
                   "tensor.cpu(), or a group of another backend: this one moves CPU tensors")
     dense = tensor.detach().resolve_conj().resolve_neg()
@@ -56,7 +48,7 @@ def operand(tensor: torch.Tensor) -> Operand:
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite *tensor*, in whichever thread, and whatever mode it was made in."""
+    """Overwrite *tensor* with *value*, in any thread, whether or not it was made in inference mode."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(value)
 
@@ -71,20 +63,26 @@ def flat(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return list(torch.split(tensor.detach().reshape(-1), list(sizes)))
 
 
+def pieces(whole: Operand, piece: torch.Tensor, size: int, what: str) -> list[torch.Tensor]:
+    """Return *whole* in *size* pieces as large as *piece*; raises `ConfigError` if its size or dtype does not fit."""
+    tensor = whole.tensor
+    if tensor.numel() != piece.numel() * size or tensor.dtype != piece.dtype:
+        raise ConfigError(f"{what} has {tensor.numel()} elements of {tensor.dtype}; {size} times {piece.numel()} of "
+                          f"{piece.dtype} were expected")
+    return flat(whole.dense, [piece.numel()] * size)
+
+
 class Reduction(NamedTuple):
-    """How a group combines: `op` as `Group` knows it; the input is multiplied by `factor` first, if there is one."""
+    """How a group combines: `op` as `Group` names it; `factor` multiplies the input first, unless it is None."""
 
     op: str
     factor: Any = None
 
 
 def reducible(dense: torch.Tensor, op: str) -> tuple[TensorInput, str]:
-    """Return the memory of contiguous *dense* and the op, as kernels know them.
+    """Return the memory of contiguous *dense* and the op, as kernels name them.
 
-    Raises
-    ------
-    UnsupportedError
-        If that dtype is not combined by *op*.
+    Raises `UnsupportedError` if that dtype is not combined by *op*.
     """
     dtype = dense.dtype
     if dtype == torch.bool:
@@ -93,8 +91,8 @@ def reducible(dense: torch.Tensor, op: str) -> tuple[TensorInput, str]:
         return _memory(dense.view(torch.uint8)), _OF_BOOLS[op]
     if dtype.is_complex:
         if op not in ("sum", "avg"):
-            raise UnsupportedError(f"{dtype} is not combined by {op}: numbers of the plane have no order, and products "
-                                   "mix their parts")
+            raise UnsupportedError(f"{dtype} is not combined by {op}: complex numbers have no order, and products mix "
+                                   "their parts")
         return _memory(torch.view_as_real(dense)), op
     if dtype in _SIGNED:
         if op not in _SIGNLESS:
@@ -105,8 +103,8 @@ def reducible(dense: torch.Tensor, op: str) -> tuple[TensorInput, str]:
     return _memory(dense), op
 
 
-def _memory(dense: torch.Tensor) -> TensorInput:
-    return TensorInput(dense.data_ptr(), (dense.numel(),), wire_dtype_name(dense.dtype),
+def _memory(dense: torch.Tensor, dtype: str = "") -> TensorInput:
+    return TensorInput(dense.data_ptr(), (dense.numel(),), dtype or wire_dtype_name(dense.dtype),
                        dense.numel() * dense.element_size(), True, dense)
 
 
@@ -133,7 +131,7 @@ def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 class Input(NamedTuple):
-    """What goes into a reduction by `op`: the memory of *source*, multiplied by *factor* if there is one."""
+    """The input of a reduction by `op`: the memory of *source*, to be multiplied by *factor* unless that is None."""
 
     memory: TensorInput
     op: str
@@ -141,10 +139,8 @@ class Input(NamedTuple):
     factor: Any
 
     def made(self) -> TensorInput:
-        """Return the memory; what has to be multiplied is, now."""
-        if self.factor is None:
-            return self.memory
-        return reducible(self.source * self.factor, self.op)[0]
+        """Return the memory, after the multiplication."""
+        return self.memory if self.factor is None else reducible(self.source * self.factor, self.op)[0]
 
 
 def prepared(dense: torch.Tensor, reduction: Reduction) -> Input:
@@ -160,20 +156,10 @@ def check_number(tensors: Sequence[Any], size: int, what: str) -> None:
         raise ConfigError(f"{what}: {len(tensors)} tensors for the {size} members of the group")
 
 
-def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, what: str) -> None:
-    """Raise `ConfigError` unless *whole* is as much as *size* times *piece*."""
-    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
-        raise ConfigError(f"{what} has {whole.numel()} elements of {whole.dtype}; {size} times {piece.numel()} of "
-                          f"{piece.dtype} were expected")
-
-
 def split(whole: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
-    """Return *whole* in pieces of *sizes* along its first dimension, in *size* equal ones if there are none.
+    """Return *whole* in pieces of *sizes* along its first dimension, or in *size* equal ones if *sizes* is empty.
 
-    Raises
-    ------
-    ConfigError
-        If they do not add up.
+    Raises `ConfigError` if they do not add up.
     """
     length = whole.shape[0] if whole.dim() else whole.numel()
     if not sizes:
@@ -182,36 +168,33 @@ def split(whole: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str
         sizes = [length // size] * size
     check_number(sizes, size, f"all_to_all: {what} splits")
     if sum(sizes) != length:
-        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} say {sum(sizes)}")
+        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} give {sum(sizes)}")
     row = whole.numel() // length if length else 0
     return flat(whole, [n * row for n in sizes])
 
 
 def all_reduce_sparse(group: Group, tensor: torch.Tensor, op: str) -> None:
-    """Replace the entries of sparse COO *tensor* by the sum (op "sum") of all members' tensors. They may differ in
-    number and place of their entries, not in shape.
+    """Replace the entries of sparse COO *tensor* by the sum (op "sum") of all members' tensors.
 
-    Raises
-    ------
-    UnsupportedError
-        For another op.
-    MismatchError
-        If members' tensors have different shapes.
+    The tensors may differ in the number and indices of their entries. Raises `MismatchError` if they differ in shape,
+    and `UnsupportedError` for another op.
     """
     if op != "sum":
         raise UnsupportedError(f"sparse tensors are combined by the sum, not by {op}: use tensor.to_dense()")
     own = tensor.detach().coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
-    told = torch.tensor([values.shape[0], own.sparse_dim(), *own.shape])
-    counts = [torch.empty_like(told) for _ in range(group.size)]
-    group.all_gather(operand(told).memory, [operand(count).memory for count in counts])
-    shapes = [count[1:].tolist() for count in counts]
+
+    def gathered(mine: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        group.all_gather(operand(mine).memory, [operand(each).memory for each in outputs])
+        return outputs
+
+    count = torch.tensor([values.shape[0], own.sparse_dim(), *own.shape])
+    counts = gathered(count, [torch.empty_like(count) for _ in range(group.size)])
+    shapes = [each[1:].tolist() for each in counts]
     if any(shape != shapes[0] for shape in shapes):
         raise MismatchError(f"sparse tensors of different shapes (sparse dimensions first): {shapes}")
-    all_indices = [indices.new_empty(indices.shape[0], int(count[0])) for count in counts]
-    all_values = [values.new_empty(int(count[0]), *values.shape[1:]) for count in counts]
-    group.all_gather(operand(indices).memory, [operand(each).memory for each in all_indices])
-    group.all_gather(operand(values).memory, [operand(each).memory for each in all_values])
+    all_indices = gathered(indices, [indices.new_empty(indices.shape[0], int(each[0])) for each in counts])
+    all_values = gathered(values, [values.new_empty(int(each[0]), *values.shape[1:]) for each in counts])
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), own.shape,
                                     check_invariants=False).coalesce()
     write(tensor, total)

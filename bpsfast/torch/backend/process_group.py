@@ -1,12 +1,12 @@
-"""torch's process group: collectives in torch's terms, carried out by a `Group` in the order of the calls.
+"""ProcessGroup: torch's collective calls, executed by a `collectives.Group` in the order of the calls.
 
-A call checks its tensors, then goes to the group's executor. What it returns is waited for, or followed by a future.
+A call checks its tensors, passes the work to the group's executor, and returns a `Work`.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +17,16 @@ from ...collectives.group import make_group
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
 from . import torch_compat, worlds
 from .base_group import BaseGroup
-from .device_calls import on_device
 from .operands import (
     Operand,
     Reduction,
     all_reduce_sparse,
     check_number,
-    check_pieces,
     check_same,
     combined,
-    flat,
     operand,
     operands,
+    pieces,
     prepared,
     reducible,
     split,
@@ -38,6 +36,8 @@ from .torch_compat import overloads
 from .work import Work, torch_error
 
 Tensor = torch.Tensor
+#: Executes a call, with the operands that it writes.
+_Call = tuple[Callable[[], None], list[Operand]]
 
 
 class ProcessGroup(BaseGroup):
@@ -47,20 +47,18 @@ class ProcessGroup(BaseGroup):
     arguments at once. A group whose call has failed on a member cannot be used any more: destroy it.
     """
 
-    # -- sums and the like -----------------------------------------------------------------------------------------
+    # -- reductions ------------------------------------------------------------------------------------------------
 
     @overloads(dist.AllreduceOptions, {"tensors": 1},
            ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Combine all of *tensors* and those of the other members, in place: each is the same then. Mostly it is one.
-        """
+        """Combine all of *tensors* (usually one) and those of the other members; each becomes the result."""
         if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
             return self._all_reduced(tensors, opts)
         check_same(tensors, "all_reduce")
         reduction = torch_compat.reduction(opts)
         first, *others = each = operands(tensors)
-        run, _ = self._reductions([first], reduction)
+        run = self._reductions([first], reduction)
 
         def run_all() -> None:
             write(first.dense.view(-1), combined([one.dense.view(-1) for one in each], reduction.op))
@@ -71,15 +69,13 @@ class ProcessGroup(BaseGroup):
         return self._start("all_reduce", tensors, opts, run_all, each)
 
     @overloads(dist.AllreduceCoalescedOptions, {"tensors": 1})
-    @on_device(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine each of *tensors* with the other members', in place."""
         return self._all_reduced(tensors, opts)
 
     @overloads(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Combine the one of *tensors* into that of the root; others' stay as they are."""
+        """Combine the one of *tensors* into the root's; the other members' do not change."""
         reduction, root = torch_compat.reduction(opts), self._root(opts, "reduce")
         (one,) = operands(tensors)
         x = prepared(one.dense, reduction)
@@ -87,7 +83,6 @@ class ProcessGroup(BaseGroup):
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
@@ -96,7 +91,6 @@ class ProcessGroup(BaseGroup):
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -104,32 +98,26 @@ class ProcessGroup(BaseGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
         _check_pairs(outputs, inputs, "reduce_scatter")
-        calls, written = [], []
-        for output, input in zip(outputs, inputs):
-            check_pieces(input, output, self.size(), "reduce_scatter: the input")
-            pieces = flat(operand(input).dense, [output.numel()] * self.size())
-            run, kept = self._scattered(output, operands(pieces), opts)
-            calls.append(run)
-            written += kept
-        return self._start("reduce_scatter", outputs, opts, lambda: _run_all(calls), written)
+        return self._start_all("reduce_scatter", outputs, opts, [
+            self._scattered(output, operands(pieces(operand(input), output, self.size(), "reduce_scatter: the input")),
+                            opts)
+            for output, input in zip(outputs, inputs)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
     @overloads(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Overwrite *tensors*, mostly one, by that of the root which the options say."""
+        """Overwrite *tensors* (usually one) with the root's tensor that the options select."""
         each, root = operands(tensors), self._root(opts, "broadcast")
         check_same(tensors, "broadcast")
         if not 0 <= opts.rootTensor < len(each):
-            raise ConfigError(f"broadcast: tensor {opts.rootTensor} of {len(each)} is asked for")
+            raise ConfigError(f"broadcast: there is no tensor {opts.rootTensor} among the {len(each)} given")
         first = each[opts.rootTensor]
 
         def run() -> None:
@@ -141,11 +129,11 @@ class ProcessGroup(BaseGroup):
         return self._start("broadcast", tensors, opts, run, each)
 
     @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
-        """Put the i-th member's input into the i-th output, on all members. Of several inputs, each of as many lists of
-        outputs gets all: those of the first member, then those of the second.
+        """Put the i-th member's input into the i-th output, on all members.
+
+        With several inputs there are as many lists of outputs, and each list gets all inputs, member by member.
         """
         n_inputs = len(input_tensors)
         _check_pairs(output_tensors, input_tensors, "all_gather")
@@ -157,7 +145,6 @@ class ProcessGroup(BaseGroup):
         return self._all_gathered(pairs, opts)
 
     @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
                             opts: Any = None) -> Work:
         """`allgather` of each of *input_list*: ``output_lists[i][j]`` is the j-th of member i."""
@@ -167,7 +154,6 @@ class ProcessGroup(BaseGroup):
         return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
     @overloads(AllgatherOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -175,19 +161,15 @@ class ProcessGroup(BaseGroup):
     _allgather_base = all_gather_single
 
     @overloads(AllgatherOptions, {"outputs": 1, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
         _check_pairs(outputs, inputs, "all_gather")
-        calls, written = [], []
-        for output, input in zip(outputs, inputs):
-            check_pieces(output, input, self.size(), "all_gather: the output")
-            whole = operand(output)
-            run, _ = self._gathered(flat(whole.dense, [input.numel()] * self.size()), input)
-            calls.append(run)
-            written.append(whole)
-        return self._start("all_gather", outputs, opts, lambda: _run_all(calls), written)
+        calls = []
+        for whole, input in zip(operands(outputs), inputs):
+            run, _ = self._gathered(pieces(whole, input, self.size(), "all_gather: the output"), input)
+            calls.append((run, [whole]))
+        return self._start_all("all_gather", outputs, opts, calls)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -199,7 +181,6 @@ class ProcessGroup(BaseGroup):
     # -- messages --------------------------------------------------------------------------------------------------
 
     @overloads(dist.GatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "root [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                opts: Any = None) -> Work:
         """Put the i-th member's input into the root's i-th output."""
@@ -213,34 +194,23 @@ class ProcessGroup(BaseGroup):
             one.memory, [out.memory for out in each], root), each)
 
     @overloads(dist.GatherOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `gather`, with all outputs in one tensor."""
         root, whole, one = self._root(opts, "gather"), operand(output), operand(input)
-        pieces = []
-        if root == self.rank():
-            check_pieces(output, input, self.size(), "gather: the output")
-            pieces = operands(flat(whole.dense, [input.numel()] * self.size()))
-        written = [whole] if pieces else []
-        return self._start("gather", [output] if pieces else [], opts, lambda: self._group.gather(
-            one.memory, [piece.memory for piece in pieces], root), written)
+        is_root = root == self.rank()
+        each = operands(pieces(whole, input, self.size(), "gather: the output")) if is_root else []
+        return self._start("gather", [output] if is_root else [], opts, lambda: self._group.gather(
+            one.memory, [out.memory for out in each], root), [whole] if is_root else [])
 
     gather_into_tensor = gather_single
 
     def reconfigure(self, opts: Any) -> Work:
-        """Refuse: the members of this group do not change. Use `ReplicaGroup` or `bpsfast.elastic`.
-
-        Raises
-        ------
-        torch.distributed.DistBackendError
-            Always.
-        """
+        """Raise DistBackendError: this group's members do not change. Use `ReplicaGroup` or `bpsfast.elastic`."""
         raise torch_error(UnsupportedError(
             "bpsfast's process groups keep their members: use bpsfast.torch.backend.ReplicaGroup, whose configure() "
             "makes it a group of other ranks, or bpsfast.elastic"))
 
     @overloads(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                 opts: Any = None) -> Work:
         """Put the root's i-th input into the i-th member's output."""
@@ -254,19 +224,16 @@ class ProcessGroup(BaseGroup):
             [x.memory for x in each], one.memory, root), [one])
 
     @overloads(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
         check_number(output_tensors, self.size(), "all_to_all")
         outs, xs = operands(output_tensors), operands(input_tensors)
         return self._start("all_to_all", output_tensors, opts,
-                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
-                           outs)
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), outs)
 
     @overloads(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
            needs=("output_splits", "input_splits"))
-    @on_device(reads=(1,), writes=(0,))
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
@@ -279,37 +246,31 @@ class ProcessGroup(BaseGroup):
 
     alltoall_base = all_to_all_single
 
-    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @on_device(reads=(0,), writes=())
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",), writes=())
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send the one of *tensors* to member *dstRank*."""
         (one,) = operands(tensors)
         self._check_peer(dstRank, "send")
         return self._message(lambda: self._messages.send(one, dstRank, tag))
 
-    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @on_device(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",), reads=())
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive the one of *tensors* from member *srcRank*."""
         (one,) = operands(tensors)
         self._check_peer(srcRank, "recv")
         return self._message(lambda: self._messages.receive(one, srcRank, tag))
 
-    @overloads(None, {"tensors": 1}, accepts=("tag",))
-    @on_device(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, accepts=("tag",), reads=())
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """Receive the one of *tensors* from whoever sends with *tag*."""
+        """Receive the one of *tensors* from any member that sends with *tag*."""
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.receive(one, None, tag))
 
     @torch_compat.eager
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all members; who does not come in *timeout* is named on all that did. The group stays usable.
+        """Wait for all members. The group stays usable if some are missing after *timeout*.
 
-        Raises
-        ------
-        DistBackendError
-            Naming the first member that is missing, or with *wait_all_ranks* all of them.
+        Then all others raise DistBackendError that names the first missing member, or with *wait_all_ranks* all.
         """
         try:
             self._messages.barrier(
@@ -317,12 +278,20 @@ class ProcessGroup(BaseGroup):
         except BpsError as exc:
             raise torch_error(exc) from exc
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _start_all(self, text: str, results: Sequence[Tensor], opts: Any, calls: Sequence[_Call]) -> Work:
+        """Start *calls* as one, whose results are *results*."""
+        def run_all() -> None:
+            for run, _ in calls:
+                run()
+
+        return self._start(text, results, opts, run_all, [one for _, written in calls for one in written])
 
     def _check_peer(self, member: int, what: str) -> None:
         if not 0 <= member < self.size() or member == self.rank():
-            raise ConfigError(f"{what}: member {member} is asked for by member {self.rank()} of the {self.size()} of "
-                              f"the group: messages are for another one of them")
+            raise ConfigError(f"{what}: member {self.rank()} names member {member}, but must name another one of the "
+                              f"{self.size()} members of the group")
 
     def _root(self, opts: Any, what: str) -> int:
         root = int(opts.rootRank)
@@ -335,32 +304,25 @@ class ProcessGroup(BaseGroup):
             raise ConfigError("all_reduce: no tensor is given")
         reduction = torch_compat.reduction(opts)
         if all(tensor.is_sparse for tensor in tensors):
-            return self._start("all_reduce", tensors, opts, lambda: _run_all([
-                functools.partial(all_reduce_sparse, self._group, tensor, reduction.op) for tensor in tensors]))
-        return self._start("all_reduce", tensors, opts, *self._reductions(operands(tensors), reduction))
+            return self._start_all("all_reduce", tensors, opts, [
+                (partial(all_reduce_sparse, self._group, tensor, reduction.op), []) for tensor in tensors])
+        each = operands(tensors)
+        return self._start("all_reduce", tensors, opts, self._reductions(each, reduction), each)
 
     def _all_gathered(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any) -> Work:
-        calls, written = [], []
-        for outputs, input in pairs:
-            run, kept = self._gathered(outputs, input)
-            calls.append(run)
-            written += kept
         results = [tensor for outputs, _ in pairs for tensor in outputs]
-        return self._start("all_gather", results, opts, lambda: _run_all(calls), written)
+        return self._start_all("all_gather", results, opts, [self._gathered(*pair) for pair in pairs])
 
-    def _reductions(self, each: list[Operand], reduction: Reduction) -> tuple[Callable[[], None], list[Operand]]:
-        calls = []
-        for one in each:
-            calls.append((prepared(one.dense, reduction), reducible(one.dense, reduction.op)[0]))
+    def _reductions(self, each: list[Operand], reduction: Reduction) -> Callable[[], None]:
+        calls = [(prepared(one.dense, reduction), reducible(one.dense, reduction.op)[0]) for one in each]
 
         def run() -> None:
             for x, out in calls:
                 self._group.all_reduce(x.made(), out, x.op)
 
-        return run, each
+        return run
 
-    def _scattered(self, output: Tensor, inputs: Sequence[Operand],
-                   opts: Any) -> tuple[Callable[[], None], list[Operand]]:
+    def _scattered(self, output: Tensor, inputs: Sequence[Operand], opts: Any) -> _Call:
         reduction = torch_compat.reduction(opts)
         one = operand(output)
         for x in inputs:
@@ -373,7 +335,7 @@ class ProcessGroup(BaseGroup):
         out = reducible(one.dense, reduction.op)[0]
         return lambda: self._group.reduce_scatter([x.made() for x in xs], out, xs[0].op), [one]
 
-    def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> tuple[Callable[[], None], list[Operand]]:
+    def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> _Call:
         check_number(outputs, self.size(), "all_gather")
         each, one = operands(outputs), operand(input)
         for output in outputs:
@@ -389,18 +351,12 @@ def _check_pairs(outputs: Sequence[Any], inputs: Sequence[Any], what: str) -> No
         raise ConfigError(f"{what}: {len(outputs)} outputs for {len(inputs)} inputs")
 
 
-def _run_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
 def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: float) -> ProcessGroup:
-    """Make the group of *ranks* of *world*, of which this process is the one at *rank*; without one the world is left.
-    """
+    """Make the group of *ranks* of *world*, with this process as member *rank*; if that fails, the world is left."""
     try:
-        group = make_group(world.session, world.session_ranks(ranks), timeout_s)
+        group = make_group(world.session, [world.ranks.index(each) for each in ranks], timeout_s)
         made = ProcessGroup(world, group, rank, len(ranks))
-        world.members.add(made)
+        world.groups.add(made)
         return made
     except BaseException:
         worlds.quit(world)
@@ -408,12 +364,9 @@ def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: fl
 
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Make a group as torch asks for it (`DistributedBackendOptions`): on all its members, in one order.
+    """Make a group from torch's *options* (`DistributedBackendOptions`); all its members call this, in one order.
 
-    Raises
-    ------
-    DistBackendError
-        If the job cannot come together; the text says who is missing, or what differs.
+    Raises DistBackendError if the job cannot start; the text names the missing rank, or what differs.
     """
     timeout_s = options.timeout.total_seconds()
     try:
@@ -432,13 +385,8 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
                       wait_all_ranks: bool = False) -> None:
     """As `torch.distributed.monitored_barrier`, for groups of bpsfast (None: the default one).
 
-    Raises
-    ------
-    DistBackendError
-        Naming the first member that did not come within *timeout* (None: the group's), or, with *wait_all_ranks*, all.
-        The group stays usable.
-    ConfigError
-        If *group* is another backend's.
+    Raises DistBackendError that names the first member that did not come within *timeout* (None: the group's), or, with
+    *wait_all_ranks*, all such members; the group stays usable. Raises `ConfigError` if *group* is another backend's.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, ProcessGroup):

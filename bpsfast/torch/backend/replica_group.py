@@ -1,12 +1,12 @@
-"""A process group that is made again and again of those who are there: what torchft's managers ask for.
+"""ReplicaGroup: a process group whose members can be changed between calls, as torchft's managers require.
 
-torchft decides, step by step, which replicas of a model train together, and tells each one's process group its next
-members (`configure`). In between it asks whether a call has failed (`errored`). So
+torchft decides, step by step, which replicas of a model train together, and gives each one's process group its next
+members (`configure`). In between it asks whether a call has failed (`errored`). With
 
     manager = torchft.Manager(pg=ReplicaGroup(timeout=timedelta(seconds=30)), ...)
 
-has the gradients of all replicas summed by bpsfast. No code of torchft is needed, nor its classes: whoever has a quorum
-of his own calls the same.
+bpsfast sums the gradients of all replicas. torchft itself is not needed: a program that decides about replicas
+otherwise calls the same methods.
 """
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ from .process_group import ProcessGroup, group_in
 from .torch_compat import eager
 from .work import torch_error
 
-_REGISTERED_S = 60.0
-
 
 class ReplicaGroup(NamedGroup):
     """The calls of `ProcessGroup`, among the members of the last `configure`. Any thread; `configure` one at a time.
 
-    A group has one life for each `configure`: a job of its own, with daemons and memory of its own, which takes about a
-    second to make. Once a call has failed, or after `abort`, all further calls fail until the next `configure`. Results
-    have the bits that a group of the same members always has.
+    Each `configure` makes a new job, with daemons and memory of its own, in about a second. Once a call has failed, or
+    after `abort`, all further calls fail until the next `configure`. Results have the same bits as in any group of the
+    same members.
 
     Parameters
     ----------
@@ -44,33 +42,33 @@ class ReplicaGroup(NamedGroup):
         super().__init__(0, 1, "replicas")
         self._timeout = timeout
         self._inner: ProcessGroup | None = None
-        self._why_none: BaseException | None = None
+        self._why_none: BaseException | None = None  # why there is no group
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank()} of {self.size()})"
 
-    # -- torchft's extras ------------------------------------------------------------------------------------------
+    # -- called by torchft -----------------------------------------------------------------------------------------
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int | None = None,
                   group_rank: int | None = None, group_world_size: int | None = None,
                   global_ranks: Sequence[int] | None = None) -> None:
-        """Become member *rank* of *world_size*, who all call this; what was before is aborted. Blocks until all have.
+        """Become member *rank* of *world_size*, which all call this; blocks until they have. Aborts the former group.
 
         Parameters
         ----------
         store_addr
-            "host:port/prefix" of a `TCPStore` that runs; no two configurations may have the same.
+            "host:port/prefix" of a running `TCPStore`; no two configurations may have the same.
         replica_id, quorum_id
-            Whose member this is: errors name it.
+            Named in errors.
         group_rank, group_world_size, global_ranks
-            torchft passes them; members of a group are known by their rank in it, so nothing follows from them here.
+            torchft passes them; they are ignored, because a member is known by its rank in the group.
 
         Raises
         ------
         DistBackendError
             Some members did not come in time (it names them), or the store cannot be reached. Configure again.
         ConfigError
-            The arguments are no such address, or no such rank; then all is as before.
+            *store_addr* is no such address, or *rank* is not below *world_size*; the former group stays.
         """
         who = f"replica {replica_id!r}" + (f" of quorum {quorum_id}" if quorum_id is not None else "")
         address, _, prefix = store_addr.partition("/")
@@ -80,7 +78,7 @@ class ReplicaGroup(NamedGroup):
                               "that no other configuration has")
         if not 0 <= rank < world_size:
             raise ConfigError(f"{who}: rank = {rank} must be at least 0 and less than world_size = {world_size}")
-        self._leave(lambda inner: inner.abort(), None)
+        self._leave(ProcessGroup.abort, None)
         try:
             store = self._store(host, port, prefix)
             world = worlds.make(store, rank, world_size, self._timeout.total_seconds())
@@ -99,9 +97,9 @@ class ReplicaGroup(NamedGroup):
                                 ) from exc
 
     def errored(self) -> BaseException | None:
-        """Return why calls will fail until the next `configure`: what one has failed with, or that it was aborted.
+        """Return why calls fail until the next `configure`: the error of the first that failed, or that of `abort`.
 
-        None if all is well, and before the first `configure`.
+        None if no call has failed, and before the first `configure`.
         """
         inner = self._inner
         return self._why_none if inner is None else inner.errored()
@@ -109,14 +107,14 @@ class ReplicaGroup(NamedGroup):
     def abort(self, errored: bool = True) -> None:
         """Leave the group at once: calls under way fail. Does nothing before `configure`.
 
-        *errored*: whether `errored` is to say so.
+        *errored*: whether `errored` reports it.
         """
         why = torch_error(ClosedError("this process group was aborted: configure it anew")) if errored else None
-        self._leave(lambda inner: inner.abort(), why)
+        self._leave(ProcessGroup.abort, why)
 
     def shutdown(self) -> None:
-        """Leave the group, once its calls are over."""
-        self._leave(lambda inner: inner.shutdown(), None)
+        """Leave the group after its calls."""
+        self._leave(ProcessGroup.shutdown, None)
 
     def _leave(self, end: Callable[[ProcessGroup], None], why: BaseException | None) -> None:
         inner, self._inner = self._inner, None
@@ -125,52 +123,53 @@ class ReplicaGroup(NamedGroup):
             end(inner)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let `configure`, and calls from now on, take *timeout* at most."""
+        """Set the timeout of `configure` and of later calls."""
         self._timeout = timeout
         if self._inner is not None:
             self._inner.set_timeout(timeout)
 
     def register(self, name: str) -> dist.ProcessGroup:
-        """Let torch know this group as *name*, for functional collectives and device meshes; returns it. Once.
+        """Register this group with torch as *name*, for functional collectives and device meshes; return it. Once.
 
-        torch takes it for a group of this rank alone: sizes that change are nothing for a mesh. `unregister` ends that.
+        torch treats it as a group of this rank alone, because a mesh cannot handle sizes that change. `unregister` ends
+        the registration.
         """
         backend = f"{self.getBackendName()}:{name}"
         dist.Backend.register_backend(backend, lambda *_: self, devices=["cpu", "cuda"])
         group = dist.new_group(ranks=[dist.get_rank()], backend=backend, group_desc=backend,
-                               timeout=timedelta(seconds=_REGISTERED_S))
+                               timeout=timedelta(seconds=60))
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def unregister(self) -> None:
-        """Take back `register`; the group is shut down."""
+        """Undo `register`, and shut the group down."""
         dist.destroy_process_group(self)
 
-    # -- the group of now ------------------------------------------------------------------------------------------
+    # -- the present group -----------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Return the number of members; 1 if there is no group now."""
+        """Return the number of members; 1 without a group."""
         return 1 if self._inner is None else self._inner.size()
 
     def rank(self) -> int:
-        """Return which member this is; 0 if there is no group now."""
+        """Return this member's number; 0 without a group."""
         return 0 if self._inner is None else self._inner.rank()
 
     getSize, getRank = size, rank
 
-    def _now(self) -> ProcessGroup:
+    def _present(self) -> ProcessGroup:
         inner = self._inner
         if inner is not None:
             return inner
         if self._why_none is not None:
-            raise self._why_none.with_traceback(None)  # what was raised before would keep its callers' frames
-        raise torch_error(ClosedError("this process group has no members yet: configure(store_addr, replica_id, rank, "
-                                      "world_size) says who they are"))
+            raise self._why_none.with_traceback(None)  # its traceback would keep earlier callers' frames alive
+        raise torch_error(ClosedError("this process group has no members yet: call configure(store_addr, replica_id, "
+                                      "rank, world_size) first"))
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: ReplicaGroup, *args: Any, **options: Any) -> Any:
-        return getattr(self._now(), name)(*args, **options)
+        return getattr(self._present(), name)(*args, **options)
 
     call.__name__, call.__qualname__ = name, f"ReplicaGroup.{name}"
     call.__doc__ = getattr(ProcessGroup, name).__doc__

@@ -1,15 +1,14 @@
-"""What depends on the version of torch or on its C++ bindings: options, compiled code, overloads, built-in hooks.
+"""Hides differences between versions of torch, and its C++ bindings: options, compiled code, overloads, built-in hooks.
 
 torch binds each method of a process group in several overloads, and libraries call all of them:
-``allreduce([x], opts)``, ``allreduce(x, op)``, ``allgather([a, b], x)``. A method that `overloads` decorates gets each
-of them as the first one: tensors in lists as deep as the first overload has them, then an options object.
+``allreduce([x], opts)``, ``allreduce(x, op)``, ``allgather([a, b], x)``. A method decorated by `overloads` gets the
+arguments of each of them in the form of the first: tensors in lists of the same depth, then an options object.
 """
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import CodeType
 from typing import Any
 
 import torch
@@ -18,23 +17,22 @@ from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
 from ...orchestration.errors import UnsupportedError
+from .device_calls import on_device
 from .operands import Reduction
 
 NAME = "bpsfast"
-#: They were the process group's until 2.5.
+#: A class of Backend since torch 2.6, of ProcessGroup before.
 BackendOptions: Any = getattr(_distributed_c10d.Backend, "Options", None) or vars(
     _distributed_c10d.ProcessGroup)["Options"]
 
-_OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-        "BXOR": "bxor"}
-
-
+#: torch's names of ops that `Group` knows in lower case.
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 #: In torch up to 2.6 a Work written in Python loses its Python half when only C++ refers to it; 2.13 keeps it.
 LOSES_PYTHON_WORK = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
 
 
 def reduction(options: Any) -> Reduction:
-    """Return what the ``reduceOp`` of *options* says."""
+    """Return the ``reduceOp`` of *options* as a `Reduction`."""
     op = options.reduceOp
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind).rpartition(".")[2])
@@ -42,16 +40,16 @@ def reduction(options: Any) -> Reduction:
         return Reduction("sum", op.__getstate__()[1])
     if name not in _OPS:
         raise UnsupportedError(f"ReduceOp.{name} is unknown; bpsfast combines by {', '.join(_OPS)} and PREMUL_SUM")
-    return Reduction(_OPS[name])
+    return Reduction(name.lower())
 
 
 def is_waited_for(options: Any) -> bool:
-    """Whether the caller will wait at once; false where this version of torch does not say."""
+    """Whether the caller will wait at once; False if this version of torch does not tell."""
     return not getattr(options, "asyncOp", True)
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Return the deadline that *options* give, else *default_s*; seconds."""
+    """Return the timeout in *options* if there is one, else *default_s*; in seconds."""
     timeout = getattr(options, "timeout", None)
     if isinstance(timeout, timedelta) and timeout.total_seconds() > 0:
         return timeout.total_seconds()
@@ -61,7 +59,7 @@ def timeout_of(options: Any, default_s: float) -> float:
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return *function* as one that `torch.compile` calls and does not trace: the graph breaks before it.
 
-    As `torch.compiler.disable`, which imports the compiler for it: seconds, in every process that compiles nothing.
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds in every process.
     """
 
     @functools.wraps(function)
@@ -75,24 +73,20 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
     call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    _skip(call.__code__)  # type: ignore[attr-defined]
-    return call
-
-
-def _skip(code: CodeType) -> None:
-    """Let the compiler run frames of *code* as they are."""
+    code = call.__code__  # type: ignore[attr-defined]
     if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
         eval_frame.skip_code(code)
     else:
         actions = eval_frame._FrameAction
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+    return call
 
 
 @functools.cache
 def serve_builtin_hooks() -> None:
-    """Let DistributedDataParallel over a group of ours take the hook in Python in place of the built-in FP16_COMPRESS.
+    """Make DistributedDataParallel over bpsfast's groups use torch's Python hook instead of the built-in FP16_COMPRESS.
 
-    That one wants its future's value as a list of C++ tensors, which a future made in Python never has.
+    The built-in one needs a list of C++ tensors as its future's value, which a future made in Python never has.
     """
     module: Any = torch.nn.parallel.DistributedDataParallel
     builtin = getattr(module, "_register_builtin_comm_hook", None)
@@ -112,7 +106,7 @@ def serve_builtin_hooks() -> None:
     module._register_builtin_comm_hook = register
 
 
-#: What keywords call an argument, in one version of torch or another.
+#: The keywords of an argument in the versions of torch.
 _NAMES = {
     "tensors": ("tensor",),
     "outputs": ("output", "output_tensor", "output_tensors", "output_lists", "outputTensor", "outputTensors"),
@@ -136,40 +130,34 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _are_tensors(value: Any) -> bool:
     return _is_sequence(value) and all(isinstance(each, torch.Tensor) for each in value)
-
-
-def _are_lists(value: Any) -> bool:
-    return _is_sequence(value) and all(map(_are_tensors, value))
 
 
 def _are_numbers(value: Any) -> bool:
     return value is None or (_is_sequence(value) and all(map(_is_number, value)))
 
 
-#: How deep tensors lie in lists -> whether a value is such a list.
-_DEEP: tuple[_Check, ...] = (_is_tensor, _are_tensors, _are_lists)
-_CHECKS: dict[str, _Check] = {
-    "op": lambda value: isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType),
-    "root": _is_number,
-    "timeout": lambda value: value is None or isinstance(value, timedelta | float),
-    "tag": _is_number,
-    "peer": _is_number,
-    "output_splits": _are_numbers,
-    "input_splits": _are_numbers,
+#: By the depth of tensors in lists: a check of the value, and its type in error messages.
+_TENSORS: tuple[tuple[_Check, str], ...] = (
+    (lambda value: isinstance(value, torch.Tensor), "Tensor"),
+    (_are_tensors, "list of Tensor"),
+    (lambda value: _is_sequence(value) and all(map(_are_tensors, value)), "list of lists of Tensor"),
+)
+#: The same of other arguments.
+_OTHERS: dict[str, tuple[_Check, str]] = {
+    "op": (lambda value: isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType), "ReduceOp"),
+    "root": (_is_number, "int"),
+    "timeout": (lambda value: value is None or isinstance(value, timedelta | float), "timedelta"),
+    "tag": (_is_number, "int"),
+    "peer": (_is_number, "int"),
+    "output_splits": (_are_numbers, "list of int"),
+    "input_splits": (_are_numbers, "list of int"),
 }
-_NUMBERS = ("root", "tag", "peer")
-_WORDS = {"op": "ReduceOp", "root": "int", "timeout": "timedelta", "tag": "int", "peer": "int",
-          "output_splits": "list of int", "input_splits": "list of int"}
 
 
 class _Overload:
-    """One form: tensors by name and depth, what else is needed, and what may be left out."""
+    """One overload: its tensors by name and depth, other required arguments, and optional ones."""
 
     def __init__(self, tensors: Mapping[str, int], needed: Sequence[str], optional: Sequence[str],
                  options: type | None) -> None:
@@ -177,15 +165,15 @@ class _Overload:
         self.needed = (*tensors, *needed)
         self.optional = tuple(optional)
         self._names = (*self.needed, *self.optional)
-        self._checks: dict[str, _Check] = {name: _DEEP[depth] for name, depth in tensors.items()}
-        self._checks |= {name: _CHECKS[name] for name in (*needed, *optional) if name != "opts"}
+        self._kinds = {name: _TENSORS[depth] for name, depth in tensors.items()}
+        self._kinds |= {name: _OTHERS[name] for name in (*needed, *optional) if name != "opts"}
         if options is not None and "opts" in optional:
             taken = (options, dist.AllreduceCoalescedOptions) if options is dist.AllreduceOptions else options
-            self._checks["opts"] = lambda value: value is None or isinstance(value, taken)
+            self._kinds["opts"] = lambda value: value is None or isinstance(value, taken), "options"
         self._name_of = {alias: name for name in self._names for alias in (name, *_NAMES.get(name, ()))}
 
     def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments by name, None if this is not their form."""
+        """Return the arguments by name, or None if they do not fit this overload."""
         if len(arguments) > len(self._names):
             return None
         found = dict(zip(self._names, arguments))
@@ -196,33 +184,36 @@ class _Overload:
             found[name] = value
         if any(name not in found for name in self.needed):
             return None
-        return found if all(self._checks[name](value) for name, value in found.items()) else None
+        return found if all(self._kinds[name][0](value) for name, value in found.items()) else None
 
     def __str__(self) -> str:
-        kinds = ("Tensor", "list of Tensor", "list of lists of Tensor")
-        said = [f"{name}: {kinds[self.depths[name]] if name in self.depths else _WORDS.get(name, 'options')}"
-                for name in self._names]
-        said[len(self.needed):] = [f"[{each}]" for each in said[len(self.needed):]]
-        return f"({', '.join(said)})"
+        text = [f"{name}: {self._kinds[name][1]}" for name in self._names]
+        n_needed = len(self.needed)
+        return f"({', '.join([*text[:n_needed], *(f'[{each}]' for each in text[n_needed:])])})"
 
 
 def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Mapping[str, int], str],
-          needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",)) -> Callable[[Callable[..., Any]],
-                                                                                   Callable[..., Any]]:
-    """Let a method of a group be called in all its forms; it gets the arguments of the first, positional.
+              needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",),
+              reads: Sequence[str] = ("inputs", "tensors"), writes: Sequence[str] = ("outputs", "tensors"),
+              ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Accept all of torch's overloads of a method of a group, which gets the arguments of the first one, positional.
+
+    Tensors may lie on devices (`device_calls.on_device`).
 
     Parameters
     ----------
     options
         The class of the options; the method gets an object of it, last. None: it takes none.
     tensors
-        Names of the arguments that are tensors, and in how deep lists they lie.
+        The arguments that are tensors, by name, and the depth of their lists.
     short
-        Further forms: the same tensors, perhaps less deep, and words for what follows; words in brackets are optional.
+        Further overloads: the depths of the same tensors, and the names that follow; names in brackets are optional.
     needs, accepts
-        What follows the tensors in the first form: by name, what has to be given, and what may be.
+        The required and the optional arguments that follow the tensors in the first overload.
+    reads, writes
+        Which of the tensors the method reads, and which it writes.
 
-    The decorated method raises TypeError for what has none of these forms, as torch's own does.
+    For other arguments the decorated method raises TypeError, as torch's own does.
     """
     first = _Overload(tensors, needs, accepts, options)
     made = [first]
@@ -232,12 +223,15 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
                           [name.strip("[]") for name in names if name[0] == "["], None))
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = [tuple(i for i, name in enumerate(tensors) if name in names) for names in (reads, writes)]
+        staged = on_device(*numbers)(method)
+
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             for form in made:
                 found = form.bind(arguments, keywords)
                 if found is not None:
-                    return method(self, *_as_first_overload(first, form, options, found))
+                    return staged(self, *_as_first_overload(first, form, options, found))
             raise TypeError(f"{method.__name__}(): incompatible function arguments; it takes "
                             f"{' or '.join(map(str, made))}. Invoked with "
                             f"{', '.join([*map(_kind, arguments), *(f'{k}={_kind(v)}' for k, v in keywords.items())])}")
@@ -248,22 +242,18 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
 
 
 def _as_first_overload(first: _Overload, form: _Overload, options: type | None, found: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments *found* in *form* as those of *first*."""
-    found = {name: int(value) if name in _NUMBERS else value for name, value in found.items()}
-    arguments = []
-    for name in first.needed:
-        value = found[name]
-        if form.depths.get(name, 0) < first.depths.get(name, 0):
-            value = [value]
-        arguments.append(value)
+    """Convert the arguments *found* of the overload *form* to those of *first*."""
+    found = {name: int(value) if name in ("root", "tag", "peer") else value for name, value in found.items()}
+    arguments = [[found[name]] if form.depths.get(name, 0) < first.depths.get(name, 0) else found[name]
+                 for name in first.needed]
     if options is None:
         return [*arguments, *(found[name] for name in first.optional if name in found)]
     opts = found.get("opts")
     if opts is None:
         opts = options()
         for name, field in _FIELDS.items():
-            if found.get(name) is not None:
-                value = found[name]
+            value = found.get(name)
+            if value is not None:
                 setattr(opts, field, timedelta(seconds=value) if isinstance(value, float) else value)
     return [*arguments, opts]
 

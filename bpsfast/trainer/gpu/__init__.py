@@ -10,39 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ...base.settings import Settings
-from ..input_memory import InputMemory
+from ..unit import UnitOwner
 
 
-class DeviceSession(Protocol):
+class DeviceSession(UnitOwner, Protocol):
     """What this package needs of the session (`trainer.session.Session`)."""
 
-    settings: Settings
-    memory: InputMemory
     rank: int
     size: int
     local_rank: int
-    local_size: int
-    n_nodes: int
-    n_helpers: int
+    tensors: Any  # `TensorRegistry`
+    devices: Any  # `devices.Devices`
 
-    @property
-    def port(self) -> Any:
-        """The port to the node (`GuardedPort`)."""
-
-    @property
-    def tensors(self) -> Any:
-        """The names and units (`TensorRegistry`)."""
-
-    @property
-    def devices(self) -> Any:
-        """Its devices (`devices.Devices`)."""
-
-    def require_open(self) -> None:
-        """Raise `ClosedError` if the session is closed."""
-
-    def share_device(self, request: Callable[[int], Any], what: str, fd: int) -> Any:
-        """Ask the node to register memory of a device, whose descriptor is *fd*; return its answer."""
-
-    def say_direct(self, names: tuple[str, ...]) -> None:
-        """Tell the node that sums of *names* may stay on the device."""
+    def share_device(self, request: Callable[[int], Any], what: str, fd: int) -> Any: ...
+    def say_direct(self, names: tuple[str, ...]) -> None: ...

@@ -41,10 +41,7 @@ class DevicePath:
     def add(self, unit: Unit, offset: int, source: TensorInput, target: TensorInput | None) -> None:
         """Add the tensor of *unit* at *offset*, which lies at *source*; its sum goes to *target*.
 
-        Raises
-        ------
-        UnsupportedError
-            If it does not lie on the device of the others. Nothing was added.
+        Raises `UnsupportedError` if it does not lie on the device of the others. Nothing was added.
         """
         members = self._gathered.get(unit.name, [])
         first = members[0].source if members else source
@@ -60,9 +57,7 @@ class DevicePath:
             unit.push()
 
     def send(self, unit: Unit) -> bool:
-        """Begin the next round of *unit*, which is whole. Return False if none of it lies on a device. Raises as
-        `Devices.send`.
-        """
+        """Begin the next round of the whole *unit*, as `Devices.send`; return False if none of it lies on a device."""
         members = self._gathered.get(unit.name)
         if members is None:
             return False
@@ -74,7 +69,7 @@ class DevicePath:
         targets = [member._replace(source=member.target) for member in members if member.target is not None]
         round = self._session.devices.send(unit, _bytes(members), _bytes(targets) if targets else None)
         self._sent[unit.name] = _Sent(round, {member.offset: member.source.address for member in targets}, [
-            member.source.place.caller for member in targets if member.source.place is not None])
+            member.source.location.caller for member in targets if member.source.location is not None])
         return True
 
     def wait(self, unit: Unit, round: int, deadline: float) -> None:
@@ -102,16 +97,16 @@ class DevicePath:
 
     def deliver(self, unit: Unit, round: int, offset: int, target: TensorInput, deadline: float) -> None:
         """Wait for *round*; later work of *target*'s owner finds the sum of the tensor at *offset* there."""
-        assert target.place is not None, "the unit delivers to the host"
+        assert target.location is not None, "the unit delivers to the host"
         self.wait(unit, round, deadline)
         sent = self._of(unit, round)
         if sent is not None and sent.address_at.get(offset) == target.address:
-            sent.round.join(target.place.caller())
+            sent.round.join(target.location.caller())
             return
         result = self._session.devices.bring(unit, round, _bytes([_Member(offset, target, None)]))
         result.wait(deadline, self._session.require_open)
         assert result.event is not None, "it is over"
-        target.place.caller().wait(result.event)
+        target.location.caller().wait(result.event)
 
     def _of(self, unit: Unit, round: int) -> _Sent | None:
         """Return *round* of *unit* if it was sent from a device."""
@@ -120,12 +115,12 @@ class DevicePath:
 
 
 def _device(memory: TensorInput) -> str:
-    return memory.place.device.name if memory.place is not None else "the CPU"
+    return memory.location.device.name if memory.location is not None else "the CPU"
 
 
 def _bytes(members: Sequence[_Member]) -> DeviceBytes:
     """Return where the sources of *members* lie."""
-    places = [member.source.place for member in members if member.source.place is not None]
-    return DeviceBytes(places[0].device,
-                 [DeviceRange(member.offset, member.source.address, member.source.nbytes) for member in members],
-                 [place.ready for place in places], [member.source.owner for member in members])
+    locations = [member.source.location for member in members if member.source.location is not None]
+    return DeviceBytes(locations[0].device,
+                       [DeviceRange(member.offset, member.source.address, member.source.nbytes) for member in members],
+                       [location.ready for location in locations], [member.source.owner for member in members])

@@ -37,10 +37,7 @@ log = logging.getLogger("bpsfast.gpu")
 
 
 class DeviceRound:
-    """Round `round` of *unit*, whose input or result lies on a device: copied to the host, summed, copied back.
-
-    *result* is None if the sum stays on the host. Any thread.
-    """
+    """Round `round` of *unit*: input from a device, sum, and back (*result* None: it stays on the host). Any thread."""
 
     def __init__(self, session: DeviceSession, unit: Unit, round: int, input: DeviceCopy,
                  result: ResultCopy | None) -> None:
@@ -59,12 +56,8 @@ class DeviceRound:
     def wait(self, deadline: float) -> None:
         """Wait until the sum is complete, and all copies of it to the device are enqueued.
 
-        Raises
-        ------
-        DeviceError
-            If the device failed. All ranks lose the round if its input had not been copied.
-        StallError, PeerLostError
-            As `Unit.wait`; *deadline* is of time.monotonic.
+        Raises `DeviceError` if the device failed. All ranks lose the round if its input had not been copied. Raises
+        `StallError` or `PeerLostError` as `Unit.wait`; *deadline* is of time.monotonic.
         """
         self.wait_departed(deadline)
         self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
@@ -106,10 +99,10 @@ class DeviceBytes(NamedTuple):
     @classmethod
     def of(cls, memory: TensorInput) -> DeviceBytes | None:
         """Return those of *memory*, which is a whole unit; None if it does not lie on a device."""
-        place = memory.place
-        if place is None:
+        location = memory.location
+        if location is None:
             return None
-        return cls(place.device, [DeviceRange(0, memory.address, memory.nbytes)], [place.ready], memory.owner)
+        return cls(location.device, [DeviceRange(0, memory.address, memory.nbytes)], [location.ready], memory.owner)
 
 
 class _CopyThreads(NamedTuple):
@@ -120,11 +113,8 @@ class _CopyThreads(NamedTuple):
 class IslandSums(Protocol):
     """Rounds that start with a sum on the GPUs of this machine (`collectives.islands.Islands`)."""
 
-    def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound:
-        """As `Devices.send`."""
-
-    def close(self, timeout_s: float, why: BpsError) -> bool:
-        """End it; rounds under way fail with *why*. False if its thread does not end in time."""
+    def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound: ...
+    def close(self, timeout_s: float, why: BpsError) -> bool: ...
 
 
 class Devices:
@@ -140,27 +130,21 @@ class Devices:
         self._pinned: dict[tuple[str, int], tuple[Device, Segment] | None] = {}  # by (kind of device, address)
         self._has_warned = False
 
-    def placed(self, memory: TensorInput) -> TensorInput:
+    def located(self, memory: TensorInput) -> TensorInput:
         """Return *memory*; with the setting host_device as memory of the host device, unless it is shared memory."""
         session = self._session
-        if (not session.settings.host_device or memory.place is not None
+        if (not session.settings.host_device or memory.location is not None
                 or session.memory.locate(memory.address, memory.nbytes) is not None):
             return memory
-        return replace(memory, place=host_device().place())
+        return replace(memory, location=host_device().location())
 
     def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes | None) -> DeviceRound:
         """Begin the next round of *unit* with the input *source*; its sum is copied to *target*, if given.
 
-        Input that *source* does not cover lies in the unit's staging already. Returns at once.
-
-        Raises
-        ------
-        BusyError
-            If the previous round was not waited for.
-        DeviceError
-            If the device cannot reach the segments.
+        Input that *source* does not cover lies in the unit's staging already. Returns at once. Raises `BusyError` if
+        the previous round was not waited for. Raises `DeviceError` if the device cannot reach the segments.
         """
-        session, device_input = self._session, unit.device_input(source.device)
+        session, device_input = self._session, self.direct.input_of(unit, source.device)
         threads = self._require_threads(source.device)
         self.pin(source.device, device_input.segments(session.memory.segments))
         to_device = None if target is None else self._prepare(target, unit).to_device
@@ -176,7 +160,7 @@ class Devices:
             if partition.number == 0 and to_device is not None and result is not None:  # none is complete before
                 to_device.add(result)
 
-        copy = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
+        copy = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.priority,
                           device_input.address, partition_copies(unit.nbytes, unit.stride, source.ranges), source.after,
                           copied, source.keeps, readers, device_input.on_device)
         if unit.n_parts > 0:
@@ -209,24 +193,20 @@ class Devices:
             session.port.note_arrival(unit.first_part + partition.number, round, partition.nbytes, begin_ns)
 
         chosen = partition_copies(unit.nbytes, unit.stride, target.ranges) if partitions is None else partitions
-        result = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
+        result = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.priority,
                               chosen, target.after, lambda offset: unit.result_address(round, offset), wait, copied,
                               target.keeps, whole=partitions is not None, on_device=unit.on_device)
         unit.add_reader(round, result)
         return result
 
     def copy_to_host(self, device: Device, copy: CopyToHost) -> None:
-        """Queue *copy*, which reads *device*."""
         self._require_threads(device).to_host.add(copy)
 
     def copy_to_device(self, device: Device, copy: CopyToDevice) -> None:
-        """Queue *copy*, which writes to *device*."""
         self._require_threads(device).to_device.add(copy)
 
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
-        """End all copies; those under way fail with *why*. False if a device does not return from a call in time: then
-        the segments must stay mapped.
-        """
+        """End all copies with *why*. False if a device call does not return in time: the segments must stay mapped."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             islands, self._islands = self._islands, None

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ...base.dtypes import TABLE
 from ...base.settings import Settings
@@ -20,6 +21,9 @@ from ...gpu.communicator import sums_in_island
 from ...gpu.device import Device, DeviceRegion, DeviceSegment
 from ...orchestration.errors import ConfigError, error_of
 from ...orchestration.messages import ShareDevice, TensorSpec
+from ...pyx.pages import Segment
+from ..input_memory import Region
+from ..unit import Unit
 from . import DeviceSession
 
 _PAGE_NBYTES = 4096
@@ -27,6 +31,43 @@ _PAGE_NBYTES = 4096
 _LEAST_NBYTES = 24 << 20
 #: Registrations are multiples of this size, that of huge pages and of what GPUs map for cards.
 _UNIT_NBYTES = 2 << 20
+
+
+class DeviceInput(NamedTuple):
+    """Where a unit's input lies that comes from a device: its partitions are *stride* bytes apart in *staging*.
+
+    Those in *direct* lie at these bytes of *region*, from where cards read them. None: no partition lies there.
+    """
+
+    staging: Region | None
+    region: DeviceRegion | None
+    direct: dict[int, int]
+    stride: int
+
+    def entry(self, number: int) -> tuple[int, int]:
+        """Return segment and offset of partition *number*, as the node knows them."""
+        at = self.direct.get(number)
+        if at is not None:
+            assert self.region is not None, "it lies there"
+            return self.region.segment.number, self.region.offset + at
+        assert self.staging is not None, "it lies there"
+        return self.staging.segment, self.staging.offset + number * self.stride
+
+    @property
+    def address(self) -> int:
+        """Where the unit begins on the host; 0: nothing of it lies there."""
+        return self.staging.address if self.staging is not None else 0
+
+    @property
+    def on_device(self) -> dict[int, int]:
+        """The address on the device at which the unit would begin, by partition that lies there."""
+        if self.region is None:
+            return {}
+        return {number: self.region.address + at - number * self.stride for number, at in self.direct.items()}
+
+    def segments(self, mapped: Mapping[tuple[str, int], Segment]) -> list[Segment]:
+        """Return the host segments that it lies in, of those that this rank has *mapped*."""
+        return [] if self.staging is None else [mapped["rank", self.staging.segment]]
 
 
 class GpuDirectMemory:
@@ -38,18 +79,15 @@ class GpuDirectMemory:
         self._lock = threading.RLock()
         self._needs: dict[str, int] = {}  # covered names -> bytes of their inputs, in whole pages
         self._room_nbytes = 0  # shared for inputs
+        self._inputs: dict[Unit, DeviceInput] = {}
         #: The shared segments, by number.
         self.segments: dict[int, DeviceSegment] = {}
 
     def cover(self, device: Device | None, specs: Sequence[TensorSpec]) -> None:
         """Share memory for the tensors *specs* of *device* (None: host memory), before they are declared.
 
-        Raises
-        ------
-        ConfigError, UnsupportedError, CapacityError
-            If GPUDirect is not possible on this machine, with the reason. Nothing was declared.
-        DeviceError
-            If the device has no memory left.
+        Raises `ConfigError`, `UnsupportedError` or `CapacityError` if GPUDirect is not possible on this machine, with
+        the reason. Nothing was declared. Raises `DeviceError` if the device has no memory left.
         """
         if not self._is_on or device is None:
             return
@@ -76,6 +114,27 @@ class GpuDirectMemory:
             for name in names:
                 self._needs.pop(name, None)
 
+    def input_of(self, unit: Unit, device: Device) -> DeviceInput:
+        """Return the memory of *unit*'s input when that comes from *device*; it is allocated at the first use."""
+        found = self._inputs.get(unit)
+        if found is None:
+            own = unit.parts_on_own_device()
+            staging = unit.staging if len(own) < unit.n_parts or not unit.n_parts else None
+            with self._lock:
+                found = self._inputs.get(unit)
+                if found is None:
+                    region = self.allocate(device, len(own) * unit.stride) if own else None
+                    offsets = {number: at * unit.stride for at, number in enumerate(own)}
+                    found = self._inputs[unit] = DeviceInput(staging, region, offsets, unit.stride)
+        return found
+
+    def release_input(self, unit: Unit) -> None:
+        """Release what `input_of` allocated for *unit*, which is retired."""
+        with self._lock:
+            found = self._inputs.pop(unit, None)
+        if found is not None and found.region is not None:
+            self.release(found.region)
+
     def allocate(self, device: Device, nbytes: int) -> DeviceRegion:
         """Return *nbytes* of shared memory for inputs. Raises as `cover`."""
         rounded = _up(max(nbytes, 1), _PAGE_NBYTES)
@@ -96,6 +155,7 @@ class GpuDirectMemory:
         """Free all shared memory. No copy may go on. Cards keep alive what they still have registered."""
         with self._lock:
             segments, self.segments = list(self.segments.values()), {}
+            self._inputs.clear()
         for segment in segments:
             if segment.memory is not None:
                 segment.memory.close()
@@ -140,7 +200,6 @@ def _require_root(settings: Settings, local_size: int, n_machines: int) -> int:
 
 
 def _nbytes(spec: TensorSpec) -> int:
-    """Return the bytes of *spec* in whole pages."""
     return _up(max(1, math.prod(spec.shape) * TABLE[spec.dtype].itemsize), _PAGE_NBYTES)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from ...gpu import arrays
 from ...gpu.device import Device, DeviceLocation, Event, OwnStream, Stream
 from ...orchestration.errors import StallError
 from ...pyx.pages import Segment
@@ -38,10 +37,10 @@ class StagingBuffer:
     Raises as `StagingBuffers.allocate`.
     """
 
-    def __init__(self, buffers: StagingBuffers, place: DeviceLocation, address: int, nbytes: int,
+    def __init__(self, buffers: StagingBuffers, location: DeviceLocation, address: int, nbytes: int,
                  keeps: object) -> None:
-        self.place = place
-        self.region = buffers.allocate(place, nbytes)
+        self.location = location
+        self.region = buffers.allocate(location, nbytes)
         self._buffers = buffers
         self._address, self._nbytes = address, nbytes
         self._keeps = keeps
@@ -49,31 +48,26 @@ class StagingBuffer:
 
     def fetch(self) -> None:
         """Enqueue the copy from the device."""
-        stream = self._buffers.streams(self.place).to_host
-        stream.wait(self.place.ready)
+        stream = self._buffers.streams(self.location).to_host
+        stream.wait(self.location.ready)
         stream.copy(self.region.address, self._address, self._nbytes, to_host=True)
         self._last = stream.record()
 
     def wait(self, deadline: float) -> None:
         """Block until the last copy is done.
 
-        Raises
-        ------
-        DeviceError
-            If the device failed.
-        StallError
-            If it is not done at *deadline* (time.monotonic).
+        Raises `DeviceError` if the device failed. Raises `StallError` if it is not done at *deadline* (time.monotonic).
         """
         while self._last is not None and not self._last.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-            self._buffers.require_open()
+            self._buffers.session.require_open()
             if time.monotonic() >= deadline:
-                raise StallError(f"{self._nbytes} bytes did not come from {self.place.device.name} in time: the stream "
-                                 "that computes them has not finished. See what this rank's GPU does")
+                raise StallError(f"{self._nbytes} bytes did not come from {self.location.device.name} in time: the "
+                                 "stream that computes them has not finished. See what this rank's GPU does")
 
     def restore(self) -> Event:
         """Enqueue the copy back to the device; return the event after it."""
-        stream = self._buffers.streams(self.place).to_device
-        stream.wait(self.place.ready)
+        stream = self._buffers.streams(self.location).to_device
+        stream.wait(self.location.ready)
         stream.copy(self._address, self.region.address, self._nbytes, to_host=False)
         self._last = stream.record()
         return self._last
@@ -88,43 +82,39 @@ class StagingBuffers:
     """The staging buffers of *session*, and the streams of their devices. *pin* pins segments. Any thread."""
 
     def __init__(self, session: DeviceSession, pin: Callable[[Device, Sequence[Segment]], None]) -> None:
-        self._session = session
+        self.session = session
         self._pin = pin
         self._lock = threading.Lock()
         self._streams: dict[tuple[str, Hashable], _Streams] = {}
         self._returning: list[tuple[Event, Region, object]] = []
 
-    def allocate(self, place: DeviceLocation, nbytes: int) -> Region:
-        """Return shared memory that the device at *place* reaches. Raises as `Memory.allocate`, and `DeviceError`."""
+    def allocate(self, location: DeviceLocation, nbytes: int) -> Region:
+        """Return shared memory that the device reaches. Raises as `InputMemory.allocate`, and `DeviceError`."""
         self.reap()
-        region = self._session.memory.allocate(nbytes)
+        region = self.session.memory.allocate(nbytes)
         try:
-            self._pin(place.device, [self._session.memory.segments["rank", region.segment]])
+            self._pin(location.device, [self.session.memory.segments["rank", region.segment]])
         except BaseException:
-            self._session.memory.release(region)
+            self.session.memory.release(region)
             raise
         return region
 
-    def require_open(self) -> None:
-        """Raise `ClosedError` if the session is closed."""
-        self._session.require_open()
-
-    def streams(self, place: DeviceLocation) -> _Streams:
-        """Return the streams for copies from and to *place*: other ones for each stream of an owner, as copies of one
-        must not wait for the work of another.
+    def streams(self, location: DeviceLocation) -> _Streams:
+        """Return the streams for copies from and to *location*: each stream of an owner has its own two, as copies for
+        one must not wait for the work of another.
         """
-        key = place.device.name, place.ready.origin
+        key = location.device.name, location.ready.origin
         with self._lock:
-            self.require_open()
+            self.session.require_open()
             found = self._streams.get(key)
             if found is None:
-                found = self._streams[key] = _Streams(place.device.stream(), place.device.stream())
+                found = self._streams[key] = _Streams(location.device.stream(), location.device.stream())
             return found
 
     def release(self, region: Region, last: Event | None, keeps: object) -> None:
         """Release *region* after the event *last*; hold *keeps* until then."""
         if last is None:
-            self._session.memory.release(region)
+            self.session.memory.release(region)
             return
         with self._lock:
             self._returning.append((last, region, keeps))
@@ -138,7 +128,7 @@ class StagingBuffers:
                 if not _is_over(each[0]):
                     self._returning.append(each)
                 else:
-                    self._session.memory.release(each[1])
+                    self.session.memory.release(each[1])
 
     def close(self, deadline: float) -> bool:
         """Close the streams of a closed session. False if copies still go on at *deadline* (time.monotonic)."""
@@ -153,10 +143,10 @@ class StagingBuffers:
         return True
 
 
-def _is_over(event: Event, timeout_s: float = 0.0) -> bool:
+def _is_over(event: Event) -> bool:
     """Return whether *event* was reached, or the device has failed."""
     with contextlib.suppress(Exception):
-        return event.wait(timeout_s)
+        return event.wait(0.0)
     return True
 
 
@@ -170,11 +160,8 @@ def _is_idle(stream: Stream, timeout_s: float) -> bool:
 class Broadcaster(Protocol):
     """What `broadcast` needs of `trainer.broadcaster.Broadcaster`."""
 
-    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None:
-        """Send the bytes of *pieces* (address, length) to all other ranks."""
-
-    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None:
-        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns."""
+    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None: ...
+    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None: ...
 
 
 def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: TensorInput, root_rank: int,
@@ -186,8 +173,8 @@ def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: 
     """
     result, target = x, memory
     if not memory.writable:
-        result = arrays.empty_like(memory)
-        target = session.devices.placed(tensor_input(result))
+        result = memory.empty_like()
+        target = session.devices.located(tensor_input(result))
     if session.rank != root_rank:
         with _staged(session, target) as buffer:
             broadcaster.receive(root_rank, text, lambda nbytes: [(buffer.region.address, nbytes)])
@@ -207,13 +194,14 @@ def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: 
 
 def _copy_back(buffer: StagingBuffer) -> None:
     """Copy *buffer* to the device; later work of its owner waits for it."""
-    buffer.place.caller().wait(buffer.restore())
+    buffer.location.caller().wait(buffer.restore())
 
 
 @contextmanager
 def _staged(session: DeviceSession, memory: TensorInput) -> Iterator[StagingBuffer]:
-    assert memory.place is not None, "it lies on a device"
-    buffer = StagingBuffer(session.devices.staging_buffers, memory.place, memory.address, memory.nbytes, memory.owner)
+    assert memory.location is not None, "it lies on a device"
+    buffer = StagingBuffer(session.devices.staging_buffers, memory.location, memory.address, memory.nbytes,
+                           memory.owner)
     try:
         yield buffer
     finally:

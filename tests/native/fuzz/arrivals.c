@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
     struct bps_ibv_qp qp = {.context = &context};
     char *memory[N_SLOTS];
     context.ops.post_recv = post_recv;
-    struct bps_rdma_lane lane = {.qp = &qp, .epoch = EPOCH, .n_slots = N_SLOTS, .max_receive = MOST_RECEIVES,
+    struct bps_rdma_stream lane = {.qp = &qp, .epoch = EPOCH, .n_slots = N_SLOTS, .max_receive = MOST_RECEIVES,
                                  .n_receives = 1, .proof = BPS_PROOF_RECEIVED};
     lane.in = calloc(N_SLOTS, sizeof *lane.in);
     pthread_mutex_init(&lane.lock, NULL);
@@ -46,9 +46,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
     for (uint32_t i = 0; i < N_SLOTS; i++) {
         memory[i] = calloc(1, NBYTES);
         if (i != 2)
-            bps_lane_bind(&lane, i, (uint64_t)memory[i], (uint64_t)memory[i], NBYTES, i == 1, 1);
+            bps_rdma_bind(&lane, i, (uint64_t)memory[i], (uint64_t)memory[i], NBYTES, i == 1, 1);
     }
-    bps_lane_start(&lane, 1, lane.in, arrived, notify);
+    bps_rdma_start(&lane, 1, lane.in, arrived, notify);
     for (int i = 0; i < 64 && input.nbytes != 0; i++) {
         struct bps_ibv_wc wc = {.status = BPS_WC_SUCCESS};
         uint8_t what = input_byte(&input), slot = input_byte(&input) % N_SLOTS;
@@ -60,8 +60,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
         uint32_t immediate = what & 8 ? (uint32_t)input_word(&input) : bps_immediate(slot, lane.in[slot].next_round, EPOCH);
         wc.imm_data = htobe32(immediate);
         if (what & 16)
-            bps_lane_unbind(&lane, slot);
-        bps_lane_arrived(&lane, &wc);
+            bps_rdma_unbind(&lane, slot);
+        bps_rdma_arrived(&lane, &wc);
     }
     for (uint32_t i = 0; i < N_SLOTS; i++)
         free(memory[i]);

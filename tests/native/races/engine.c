@@ -26,14 +26,14 @@ static void *work_as_rank(void *argument)
 {
     uint32_t rank = (uint32_t)(uintptr_t)argument, goes_on = 1;
     uint64_t values[N_PARTS][N_WORDS], sums[N_PARTS][N_WORDS];
-    struct bps_chunk legs[N_PARTS];
+    struct bps_chunk chunks[N_PARTS];
     for (uint32_t round = 1; goes_on; round++) {
         for (uint32_t part = 0; part < N_PARTS; part++) {
             int gives = rank == 0 || (round + part + rank) % 5 != 0;
             for (uint32_t i = 0; i < N_WORDS; i++)
                 values[part][i] = round * 1000 + part * 10 + rank + i;
             values[part][N_WORDS - 1] = rank == 0 && bps_now_ns() < end_ns; /* whether rank 0 wants another round */
-            legs[part] = (struct bps_chunk){
+            chunks[part] = (struct bps_chunk){
                 gives ? (uint64_t)values[part] : 0, (uint64_t)sums[part], NBYTES, (uint64_t)inputs[rank][part],
                 (uint64_t)results[rank / 2][part][round & 1], part * NBYTES, part, round, 0, 0, 0,
             };
@@ -41,7 +41,7 @@ static void *work_as_rank(void *argument)
         uint32_t in = 0, out = 0;
         int status;
         do
-            status = bps_pipelined_transfer(&ports[rank], legs, N_PARTS, 4, &in, &out, UINT64_MAX);
+            status = bps_pipelined_transfer(&ports[rank], chunks, N_PARTS, 4, &in, &out, UINT64_MAX);
         while (status == BPS_INTERRUPTED);
         CHECK(status == BPS_DONE && out == N_PARTS);
         for (uint32_t part = 0; part < N_PARTS; part++)

@@ -28,7 +28,7 @@ struct side {
     struct card_cq cq;
     struct bps_rail rail;
     struct card_qp qps[N_LANES];
-    struct bps_rdma_lane lanes[N_LANES];
+    struct bps_rdma_stream lanes[N_LANES];
     uint64_t source[N_LANES][N_SLOTS][N_WORDS], landing[N_LANES][N_SLOTS][2][N_WORDS];
     uint32_t received[N_LANES][N_SLOTS], delivered[N_LANES][N_SLOTS];
 };
@@ -156,7 +156,7 @@ static void *post(void *argument)
             await(&theirs->received[lane][slot], round);
             for (int i = 0; i < N_WORDS; i++)
                 source[i] = round + 1 + slot;
-            CHECK(bps_lane_post(&mine->lanes[lane], slot, round + 1, 0, (uint64_t)source, NBYTES) == 0);
+            CHECK(bps_rdma_post(&mine->lanes[lane], slot, round + 1, 0, (uint64_t)source, NBYTES) == 0);
         }
     }
     for (uint32_t slot = 0; slot < N_SLOTS; slot++) {
@@ -183,34 +183,34 @@ static void make(struct side *side)
     side->rail.wake_fd = eventfd(0, EFD_NONBLOCK);
     side->rail.awake_ns = 20000;
     side->rail.looked_ns = bps_now_ns();
-    pthread_mutex_init(&side->rail.lanes_lock, NULL);
+    pthread_mutex_init(&side->rail.streams_lock, NULL);
     pthread_mutex_init(&side->rail.regions.lock, NULL);
     CHECK(bps_region_add(&side->rail.regions, (uint64_t)side->source, sizeof side->source, 7) == 0);
     for (int i = 0; i < N_LANES; i++) {
-        struct bps_rdma_lane *lane = &side->lanes[i];
+        struct bps_rdma_stream *lane = &side->lanes[i];
         struct side *other = side == sides ? sides + 1 : sides;
         side->qps[i].qp = (struct bps_ibv_qp){.context = &side->context, .send_cq = &side->cq.cq, .recv_cq = &side->cq.cq};
         side->qps[i].peer = &other->qps[i];
         pthread_mutex_init(&side->qps[i].lock, NULL);
-        *lane = (struct bps_rdma_lane){.regions = &side->rail.regions, .qp = &side->qps[i].qp, .epoch = EPOCH,
+        *lane = (struct bps_rdma_stream){.regions = &side->rail.regions, .qp = &side->qps[i].qp, .epoch = EPOCH,
                                        .n_slots = SPARE + 1, .max_send = 3, .max_receive = 64, .signal_every = 2,
                                        .capacity = 2, .patience_ns = 60000000000u};
         pthread_mutex_init(&lane->lock, NULL);
         lane->in = zeroed((SPARE + 1) * sizeof *lane->in);
         lane->out = zeroed((SPARE + 1) * sizeof *lane->out);
         lane->queue = zeroed(lane->capacity * sizeof *lane->queue);
-        CHECK(bps_rail_add_lane(&side->rail, lane) == 0 && bps_lane_receive(lane, 1) == 0);
+        CHECK(bps_rail_add_stream(&side->rail, lane) == 0 && bps_rdma_receive(lane, 1) == 0);
     }
     CHECK(bps_start_thread(&side->rail.thread, bps_rail_run, &side->rail) == 0);
 }
 
 static void open_lane(struct side *side, uint32_t i)
 {
-    struct bps_rdma_lane *lane = &side->lanes[i];
+    struct bps_rdma_stream *lane = &side->lanes[i];
     await(&lane->proof, BPS_PROOF_SENT | BPS_PROOF_RECEIVED);
-    bps_lane_start(lane, i, side, arrived, notify);
+    bps_rdma_start(lane, i, side, arrived, notify);
     for (uint32_t slot = 0; slot < N_SLOTS; slot++)
-        CHECK(bps_lane_bind(lane, slot, (uint64_t)side->landing[i][slot][0], (uint64_t)side->landing[i][slot][1], NBYTES,
+        CHECK(bps_rdma_bind(lane, slot, (uint64_t)side->landing[i][slot][0], (uint64_t)side->landing[i][slot][1], NBYTES,
                             0, 1) == 0);
 }
 
@@ -226,7 +226,7 @@ int main(int argc, char **argv)
     make(&sides[0]);
     make(&sides[1]);
     for (int i = 0; i < 2 * N_LANES; i++)
-        CHECK(bps_lane_prove(&sides[i % 2].lanes[i / 2]) == 0);
+        CHECK(bps_rdma_prove(&sides[i % 2].lanes[i / 2]) == 0);
     for (uint32_t i = 0; i < 2 * N_LANES; i++)
         open_lane(&sides[i % 2], i / 2);
     for (int i = 0; i < 2 * N_LANES; i++)
@@ -240,9 +240,9 @@ int main(int argc, char **argv)
     for (uintptr_t i = 0; i < 2 * N_LANES; i++)
         CHECK(bps_start_thread(&posters[i], post, (void *)i) == 0);
     for (size_t i = 0; bps_load(&n_done) < 2 * N_LANES; i++) {
-        struct bps_rdma_lane *lane = &sides[i % 2].lanes[i / 2 % 2];
-        CHECK(bps_lane_bind(lane, SPARE, 8, 8, 8, 0, 1) == 0);
-        bps_lane_unbind(lane, SPARE);
+        struct bps_rdma_stream *lane = &sides[i % 2].lanes[i / 2 % 2];
+        CHECK(bps_rdma_bind(lane, SPARE, 8, 8, 8, 0, 1) == 0);
+        bps_rdma_unbind(lane, SPARE);
         if (i < sizeof registered)
             CHECK(bps_region_add(&sides[i % 2].rail.regions, (uint64_t)&registered[i], 1, 1) == 0);
         bps_wait(&n_done, bps_load(&n_done), 1000000);
@@ -250,8 +250,8 @@ int main(int argc, char **argv)
     for (int i = 0; i < 2 * N_LANES; i++)
         pthread_join(posters[i], NULL);
     for (int i = 0; i < 2 * N_LANES; i++) {
-        bps_lane_end(&sides[i % 2].lanes[i / 2]);
-        bps_rail_remove_lane(&sides[i % 2].rail, &sides[i % 2].lanes[i / 2]);
+        bps_rdma_end(&sides[i % 2].lanes[i / 2]);
+        bps_rail_remove_stream(&sides[i % 2].rail, &sides[i % 2].lanes[i / 2]);
     }
     for (int i = 0; i < 2; i++) {
         bps_store(&sides[i].rail.stopping, 1);

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsfast.tools.doctor import examination
-from bpsfast.tools.doctor.finding import Check, Finding, Outcome, Severity, failed, passed, told, warned
+from bpsfast.tools.doctor.finding import Check, Finding, Outcome, Severity, failed, info, passed, warned
 from tests.sysfs_trees.machine import Machine
 
 
@@ -17,7 +17,7 @@ def _finding(outcome: Outcome, code: str = "X1") -> Finding:
 
 @pytest.mark.parametrize(("outcomes", "words"), [
     ([passed("x")], "No problem found. Transport that would be used now: rdma (rxe0/1)"),
-    ([told("x")], "No problem found."),
+    ([info("x")], "No problem found."),
     ([warned("x")], "1 problem, it does not block RDMA."),
     ([failed("x")], "1 problem, it blocks RDMA. Transport that would be used now: tcp (2 streams)"),
     ([failed("x"), warned("y")], "2 problems, 1 of them blocks RDMA."),

@@ -8,7 +8,7 @@ import pytest
 from bpsfast.tools.doctor import examination
 from bpsfast.tools.doctor.examination import CHECKS
 from bpsfast.tools.doctor.facts import Facts
-from bpsfast.tools.doctor.finding import Check, Outcome, Severity, Status, failed, passed, skipped, told, warned
+from bpsfast.tools.doctor.finding import Check, Outcome, Severity, Status, failed, info, passed, skipped, warned
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -38,7 +38,7 @@ def test_a_check_that_raises_is_a_finding_and_the_others_still_run(recorded_mach
 
 
 def test_the_worst_comes_first_then_the_number(recorded_machine: Callable[[str], Machine]) -> None:
-    outcomes = {"A": passed("x"), "B": skipped("x"), "C": told("x"), "D": failed("x"), "E": warned("x"),
+    outcomes = {"A": passed("x"), "B": skipped("x"), "C": info("x"), "D": failed("x"), "E": warned("x"),
                 "F": failed("x")}
     checks = [_check(code, lambda _, outcome=outcome: outcome) for code, outcome in outcomes.items()]
     findings = examination.examine(recorded_machine("none").facts(), checks)

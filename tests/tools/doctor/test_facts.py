@@ -58,7 +58,7 @@ def test_settings_that_contradict_the_machine_are_told_and_do_not_hide_it(
 
 def test_used_usable_and_capable(recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("mlx5_roce").facts()
-    assert [device.name for device, _ in facts.used] == ["mlx5_0"]
+    assert [rail.device for rail in facts.choice.rails] == ["mlx5_0"]
     assert [device.name for device, _ in facts.usable] == ["mlx5_0", "mlx5_1"]
     assert facts.path_mtus == {"mlx5_0/1": 4096, "mlx5_1/1": 1024}
     efa = recorded_machine("efa").facts()

@@ -8,7 +8,7 @@ from bpsfast.tools.doctor.finding import Action, Status
 
 
 @pytest.mark.parametrize(("make", "status"), [
-    (finding.told, Status.INFO), (finding.warned, Status.WARN), (finding.failed, Status.FAIL)])
+    (finding.info, Status.INFO), (finding.warned, Status.WARN), (finding.failed, Status.FAIL)])
 def test_an_outcome_keeps_its_commands_in_order_and_drops_empty_ones(make, status: Status) -> None:
     found = make("words", host="type this", docker="", check="look here")
     assert found.status is status and found.found == "words"

@@ -6,7 +6,7 @@ import pytest
 from bpsfast.tools.simulator.all_reduce import Ring, ScheduledAllReduce, reduce_s
 from bpsfast.tools.simulator.network import Clock, Cluster, Costs, uniform
 from bpsfast.tools.simulator.simulation import Options, simulate
-from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
+from bpsfast.tools.simulator.workload import Layer, Workload, one_bulk, partitioned, workload
 
 PAGE = 4096
 RING = Ring()
@@ -23,8 +23,8 @@ def ends_of(cluster: Cluster, job: Workload, *, credit: int, priority: bool = Tr
     """Give gradients of the back layer at 0 s, of the front layer at 1.5 s; return when sums are there, wire bytes."""
     clock = Clock()
     ends: dict[int, float] = {}
-    exchange = ScheduledAllReduce(clock, cluster, ring, cut(job, PAGE), credit_nbytes=credit * PAGE, priority=priority,
-                                  done=lambda worker, unit: ends.__setitem__(unit, clock.now))
+    exchange = ScheduledAllReduce(clock, cluster, ring, partitioned(job, PAGE), credit_nbytes=credit * PAGE,
+                                  priority=priority, done=lambda worker, unit: ends.__setitem__(unit, clock.now))
     clock.at(0.0, exchange.gradient_ready, 0, 1)
     clock.at(1.5, exchange.gradient_ready, 0, 0)
     clock.run()

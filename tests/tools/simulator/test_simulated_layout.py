@@ -7,7 +7,7 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.simulator.network import Cluster, Costs, cluster, uniform
 from bpsfast.tools.simulator.partition_layout import folded, full, is_symmetric
 from bpsfast.tools.simulator.simulation import Options, simulate
-from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
+from bpsfast.tools.simulator.workload import Layer, Workload, one_bulk, partitioned, workload
 
 pytestmark = pytest.mark.matrix
 
@@ -64,7 +64,7 @@ def test_folding_moves_the_same_bytes() -> None:
 
 
 def test_every_partition_has_an_owner_and_its_place_in_the_order() -> None:
-    plan = cut(training(1.0), 1 << 20)
+    plan = partitioned(training(1.0), 1 << 20)
     for layout in (full(uniform(3, 2, RATE), plan, "optimal"), folded(uniform(3, 2, RATE), plan, "optimal"),
                    full(uniform(3, 2, RATE), plan, "optimal", interleave=True)):
         assert all(0 <= part.owner < len(layout.machines) for part in layout.parts)
@@ -78,4 +78,4 @@ def test_every_partition_has_an_owner_and_its_place_in_the_order() -> None:
     (uniform(2, 1, 1.0), "hash:djb2", "cannot be folded")])
 def test_what_cannot_be_folded_is_named(machines: Cluster, policy: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        folded(machines, cut(one_bulk(8192), 4096), policy)
+        folded(machines, partitioned(one_bulk(8192), 4096), policy)

@@ -8,7 +8,7 @@ import pytest
 from bpsfast.tools.simulator.network import Clock, Costs, uniform
 from bpsfast.tools.simulator.partition_layout import full
 from bpsfast.tools.simulator.push_pull import SimulatedPushPull, Stage
-from bpsfast.tools.simulator.workload import Layer, cut, workload
+from bpsfast.tools.simulator.workload import Layer, partitioned, workload
 
 
 def test_a_stage_takes_the_most_urgent_next_and_one_at_a_time() -> None:
@@ -29,7 +29,7 @@ def test_an_endless_rate_costs_nothing() -> None:
 def exchanged(costs: Costs, credit_nbytes: int = 1 << 30, n: int = 2) -> list[tuple[int, float]]:
     """*n* workers push two tensors of 4096 bytes, the second first; return (unit, when it was whole on worker 0)."""
     job = workload("w", [Layer("a", 0, 0, ("a",)), Layer("b", 0, 0, ("b",))], {"a": (1024,), "b": (1024,)})
-    plan = cut(job, 4096)
+    plan = partitioned(job, 4096)
     machines = uniform(n, 1, 4096.0, costs)
     clock, seen = Clock(), []
     exchange = SimulatedPushPull(clock, full(machines, plan, "ps"), costs, credit_nbytes=credit_nbytes, priority=True,

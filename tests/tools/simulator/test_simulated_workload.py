@@ -1,4 +1,4 @@
-"""Workloads: what makes no sense is named; the cut is the job's own."""
+"""Workloads: what makes no sense is named; partitions are the job's own."""
 from __future__ import annotations
 
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.simulator.workload import Layer, cut, one_bulk, workload
+from bpsfast.tools.simulator.workload import Layer, one_bulk, partitioned, workload
 
 
 @pytest.mark.parametrize(("layers", "words"), [
@@ -27,6 +27,6 @@ def test_a_bulk_has_its_bytes_and_tensors() -> None:
 def test_a_fused_unit_belongs_to_all_its_layers() -> None:
     job = workload("job", [Layer("a", 1, 1, ("x",)), Layer("b", 1, 1, ("y", "big"))],
                    {"x": (10,), "y": (10,), "big": (100_000,)})
-    alone, fused = cut(job, 4096), cut(job, 4096, fusion_nbytes=8192)
+    alone, fused = partitioned(job, 4096), partitioned(job, 4096, fusion_nbytes=8192)
     assert [len(units) for units in alone.units_of_layer] == [1, 2] and alone.layers_of_unit == [1, 1, 1]
     assert fused.units_of_layer[0][0] in fused.units_of_layer[1] and sorted(fused.layers_of_unit) == [1, 2]

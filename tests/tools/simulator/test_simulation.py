@@ -10,7 +10,7 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.placement.assignment import assign
 from bpsfast.tools.simulator.network import Costs, cluster, uniform
 from bpsfast.tools.simulator.simulation import Options, simulate
-from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
+from bpsfast.tools.simulator.workload import Layer, Workload, one_bulk, partitioned, workload
 
 pytestmark = pytest.mark.matrix
 
@@ -112,7 +112,7 @@ def test_bytes_are_neither_lost_nor_made(strategy: str) -> None:
     n_steps, n = 3, 3
     machines = uniform(n, 2, RATE)
     found = simulate(job, machines, strategy, Options(partition_nbytes=1 << 18), n_steps)
-    plan = cut(job, 1 << 18)
+    plan = partitioned(job, 1 << 18)
     parts = [part.nbytes for unit in plan.units for part in unit.parts]
     keys = [(unit.unit << 16) | i for unit in plan.units for i in range(len(unit.parts))]
     owners = assign(parts, machines.machines, strategy, keys=keys)
@@ -136,7 +136,7 @@ def test_simpy_finds_the_same(rates: tuple[float, ...], n: int, overhead_s: floa
     machines = cluster(rates[:n], rates[n:], Costs(overhead_s, latency_s))
     options = Options(priority=False, partition_nbytes=1 << 18, credit_nbytes=1 << 40)
     found = simulate(job, machines, "optimal", options, n_steps=1)
-    plan = cut(job, 1 << 18)
+    plan = partitioned(job, 1 << 18)
     # gradients are made from the last layer's last tensor to the first
     parts = [part for unit in reversed(plan.units) for part in unit.parts]
     sizes = [part.nbytes for unit in plan.units for part in unit.parts]

@@ -1,4 +1,4 @@
-"""CompletionQueue, and the account of posted work (`pyx/work.h` in Python, with the same rules)."""
+"""RDMA completion queues over pyverbs, as in `bpsfast.pyx.verbs`; and the record of posted work (`pyx/work.h`)."""
 from __future__ import annotations
 
 import errno
@@ -19,6 +19,7 @@ class CompletionQueue(VerbsResource):
     """A completion queue; with *events*, `wait` can sleep. A post that could overrun it is refused."""
 
     _verb = "ibv_destroy_cq"
+    _kinds_of_children = "queue pairs"
 
     def __init__(self, device: Device, depth: int, *, events: bool = False) -> None:
         context = device._open()
@@ -46,21 +47,17 @@ class CompletionQueue(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_cq``. If native code polls it, do not use `poll`, `wait` and `pending`."""
-        return verbs_object.completion_queue_pointer(self._open(), self.device.handle)
+        return verbs_object.object_pointer(self._open(), self.device.handle)
 
     @property
     def depth(self) -> int:
-        """The number of completions that fit."""
         return self._capacity.depth
 
     @property
     def pending(self) -> int:
-        """The number of places taken by posted work and by completions that have not been polled."""
         return self._capacity.pending
 
     def poll(self, n: int = 32) -> list[Completion]:
-        """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number)."""
         self._open()
         if n < 1:
             raise ValueError(f"poll needs n >= 1, got {n}")
@@ -86,7 +83,6 @@ class CompletionQueue(VerbsResource):
         return (wc.wr_id, wc.status, opcode, nbytes, immediate, wc.qp_num)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until `poll` may find a completion, at most *timeout_s* (None: no limit); return whether it may."""
         raw = self._open()
         if self._channel is None:
             raise ValueError("wait needs a CompletionQueue(..., events=True)")
@@ -115,9 +111,7 @@ class CompletionQueue(VerbsResource):
         self._ready = deque(completion for completion in found if completion[5] != number)
 
     def _busy(self) -> str:
-        if self.children:
-            return f"has {self.children} open queue pairs"
-        return "is in use: another thread is in wait or poll" if self._users else ""
+        return super()._busy() or ("is in use: another thread is in wait or poll" if self._users else "")
 
     def _abandon(self) -> None:
         super()._abandon()

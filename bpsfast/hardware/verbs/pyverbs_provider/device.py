@@ -1,4 +1,4 @@
-"""Device, ProtectionDomain and MemoryRegion."""
+"""RDMA devices, protection domains and registered memory over pyverbs; methods are those of `bpsfast.pyx.verbs`."""
 from __future__ import annotations
 
 import ctypes
@@ -26,6 +26,7 @@ class Device(VerbsResource):
     """An opened RDMA device."""
 
     _verb = "ibv_close_device"
+    _kinds_of_children = "protection domains and completion queues"
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
@@ -43,13 +44,11 @@ class Device(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_context``."""
         self._open()
         return self._address
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The device's limits (``ibv_query_device``), under their C names."""
         context = self._open()
         with errors_as(lambda rc: f"ibv_query_device({self.name}): {reason(rc)}"):
             found = context.query_device()
@@ -57,7 +56,6 @@ class Device(VerbsResource):
         return {"fw_ver": found.fw_version, "node_guid": found.node_guid.to_bytes(8, "little").hex()} | named
 
     def port(self, number: int = 1) -> dict[str, Any]:
-        """Return a port's state (``ibv_query_port``); MTUs and the largest message in bytes."""
         context = self._open()
         with errors_as(lambda rc: f"ibv_query_port({self.name}, port {number}): {reason(rc)}; the device has "
                               f"{self.attributes['phys_port_cnt']} ports, numbered from 1"):
@@ -71,7 +69,6 @@ class Device(VerbsResource):
         }
 
     def gid(self, port: int, index: int) -> bytes:
-        """Return the 16 bytes of one GID (``ibv_query_gid``), all zero for an empty row."""
         context = self._open()
         count = self.port(port)["gid_count"]
         what = f"ibv_query_gid({self.name}, port {port}, index {index})"
@@ -89,7 +86,6 @@ class Device(VerbsResource):
                 raise OSError(errno.EIO, f"{what}: {exc}, and {table} cannot be read") from exc
 
     def events(self, timeout_s: float | None = 0.0) -> list[tuple[str, str]]:
-        """Return the device's asynchronous events as (event's name, kind of object)."""
         context = self._open()
         found: list[tuple[str, str]] = []
         while readable(self._async_fd, 0.0 if found else timeout_s):
@@ -102,14 +98,12 @@ class Device(VerbsResource):
             found.append((_event_words(kind), about))
         return found
 
-    def _busy(self) -> str:
-        return f"has {self.children} open protection domains and completion queues" if self.children else ""
-
 
 class ProtectionDomain(VerbsResource):
     """A protection domain: only memory and queue pairs of the same domain work together."""
 
     _verb = "ibv_dealloc_pd"
+    _kinds_of_children = "memory regions and queue pairs"
 
     def __init__(self, device: Device) -> None:
         context = device._open()
@@ -120,11 +114,7 @@ class ProtectionDomain(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_pd``."""
-        return verbs_object.domain_pointer(self._open(), self.device.handle)
-
-    def _busy(self) -> str:
-        return f"has {self.children} open memory regions and queue pairs" if self.children else ""
+        return verbs_object.object_pointer(self._open(), self.device.handle)
 
 
 def readable(fd: int, timeout_s: float | None) -> bool:
@@ -165,7 +155,6 @@ class MemoryRegion(VerbsResource):
     @classmethod
     def at(cls, domain: ProtectionDomain, address: int, nbytes: int, keep: object, *, remote_write: bool = True,
            remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
-        """Register *nbytes* at *address*; *keep*, which keeps the memory mapped, is held until `close`."""
         self = cls.__new__(cls)
         if nbytes == 0:
             raise ValueError("a memory region needs nbytes > 0")
@@ -197,8 +186,7 @@ class MemoryRegion(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_mr``."""
-        return verbs_object.region_pointer(self._open(), self.domain.device.handle)
+        return verbs_object.object_pointer(self._open(), self.domain.device.handle)
 
     def _released(self) -> None:
         self._keep = None

@@ -1,4 +1,4 @@
-"""QueuePair: one end of a reliable RDMA connection."""
+"""RDMA queue pairs over pyverbs: one end of a reliable connection; methods are those of `bpsfast.pyx.verbs`."""
 from __future__ import annotations
 
 import contextlib
@@ -58,17 +58,14 @@ class QueuePair(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_qp``. Native code that posts to it keeps its own account."""
-        return verbs_object.queue_pair_pointer(self._open(), self.domain.device.handle)
+        return verbs_object.object_pointer(self._open(), self.domain.device.handle)
 
     @property
     def outstanding(self) -> tuple[int, int]:
-        """The numbers of posted sends and receives that have not completed."""
         return len(self.account.send.items), len(self.account.recv.items)
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """The first bad completion that was polled, with its operation, or None."""
         if self.account.failed is None:
             return None
         status, vendor_error, work = self.account.failed
@@ -77,7 +74,6 @@ class QueuePair(VerbsResource):
 
     @property
     def state(self) -> str:
-        """The state (``ibv_query_qp``): RESET, INIT, RTR, RTS, SQD, SQE or ERR."""
         raw = self._open()
         with errors_as(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {reason(rc)}"):
             state = raw.query(_STATE)[0].qp_state
@@ -114,7 +110,6 @@ class QueuePair(VerbsResource):
 
     def to_init(self, port: int = 1, *, remote_write: bool = True, remote_read: bool = False,
                 pkey_index: int = 0) -> None:
-        """RESET -> INIT: bind to *port* and set the largest access of the peer (regions may allow less)."""
         access = _LOCAL_WRITE | (_REMOTE_WRITE if remote_write else 0) | (_REMOTE_READ if remote_read else 0)
         self._port = port
         self._modify({"qp_state": _INIT, "port_num": port, "pkey_index": pkey_index, "qp_access_flags": access},
@@ -125,7 +120,6 @@ class QueuePair(VerbsResource):
                mtu: int = 1024, port: int | None = None, min_rnr_timer: int = 12, max_dest_rd_atomic: int = 1,
                traffic_class: int = 0, sl: int = 0, hop_limit: int = 64, flow_label: int = 0,
                static_rate: int = 0) -> None:
-        """INIT -> RTR: connect to the peer; receives and the peer's writes work from now on."""
         self._open()
         port = self._port if port is None else port
         if mtu not in _MTU_CODES:
@@ -159,7 +153,6 @@ class QueuePair(VerbsResource):
         self.peer = f"queue pair {peer_number} at {_text(self._peer_gid) if gid is not None else f'LID {lid}'}"
 
     def to_rts(self, *, timeout: int = 14, retry_count: int = 7, rnr_retry: int = 7, max_rd_atomic: int = 1) -> None:
-        """RTR -> RTS: sends may be posted from now on."""
         self._modify({"qp_state": _RTS, "sq_psn": self.psn, "timeout": timeout, "retry_cnt": retry_count,
                       "rnr_retry": rnr_retry, "max_rd_atomic": max_rd_atomic},
                      _SQ_PSN | _TIMEOUT | _RETRY_CNT | _RNR_RETRY | _MAX_RD_ATOMIC, "RTR -> RTS",
@@ -167,7 +160,6 @@ class QueuePair(VerbsResource):
                       "max_rd_atomic": max_rd_atomic})
 
     def to_error(self) -> None:
-        """Any state -> ERR: outstanding work completes as flushed; nothing from the peer is accepted."""
         self._modify({"qp_state": _ERR}, 0, "any -> ERR", {})
 
     # -- posting --------------------------------------------------------------------------------------------
@@ -213,23 +205,19 @@ class QueuePair(VerbsResource):
 
     def post_write(self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int,
                    immediate: int | None = None, signaled: bool = True, inline: bool = False) -> None:
-        """Write *nbytes* at *address* to the peer's memory; *immediate*, 32 bits, uses one receive of the peer."""
         self._post(Work(_WRITE if immediate is None else _WRITE_WITH_IMM, wr_id, address, nbytes, lkey, remote_address,
                         rkey), immediate, signaled, inline)
 
     def post_send(self, wr_id: int, address: int, nbytes: int, lkey: int, immediate: int | None = None,
                   signaled: bool = True, inline: bool = False) -> None:
-        """Send *nbytes* at *address* to the memory of the peer's next receive."""
         self._post(Work(_SEND if immediate is None else _SEND_WITH_IMM, wr_id, address, nbytes, lkey), immediate,
                    signaled, inline)
 
     def post_read(self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int,
                   signaled: bool = True) -> None:
-        """Read *nbytes* of the peer's memory into *address*."""
         self._post(Work(_READ, wr_id, address, nbytes, lkey, remote_address, rkey), None, signaled, False)
 
     def post_recv(self, wr_id: int, address: int, nbytes: int, lkey: int) -> None:
-        """Offer *nbytes* at *address* to the peer's next send, or no memory to its next write with immediate."""
         self._post(Work(RECV, wr_id, address, nbytes, lkey), None, True, False)
 
     def _released(self) -> None:

@@ -1,4 +1,4 @@
-"""VerbsResource, the base of all objects of this provider; loading pyverbs; and the pointers that pyverbs hides.
+"""The base class of all RDMA objects over pyverbs; loading pyverbs; and finding the pointers that pyverbs hides.
 
 Native code needs the addresses of the C structs behind pyverbs's objects, and waits with a deadline need descriptors in
 them. An object of pyverbs holds its pointer among its other fields, so each word of the object is tried: it is the one
@@ -32,12 +32,7 @@ SYSTEM_FOLDER = Path("/usr/lib/python3/dist-packages")
 def load() -> None:
     """Import pyverbs of this interpreter, else Debian's if it was built for this version of Python. Idempotent.
 
-    Only the package pyverbs of Debian's folder is used.
-
-    Raises
-    ------
-    VerbsMissing
-        With what to install.
+    Only the package pyverbs of Debian's folder is used. Raises `VerbsMissing`, whose text says what to install.
     """
     native.load()  # prepares for forks, so it must precede any registration
     if "pyverbs" in sys.modules:
@@ -115,10 +110,13 @@ def errors_as(text: Callable[[int], str]) -> Iterator[None]:
 
 _CONTEXT = struct.Struct("=Q256x3i")  # device, ops, cmd_fd, async_fd, num_comp_vectors
 _CHANNEL = struct.Struct("=Qii")  # context, fd, refcnt
-_CQ = struct.Struct("=3QIi")  # context, channel, cq_context, handle, cqe
-_PD = struct.Struct("=QI")  # context, handle
-_MR = struct.Struct("=4Q3I")  # context, pd, addr, length, handle, lkey, rkey
-_QP = struct.Struct("=6QII")  # context, qp_context, pd, send_cq, recv_cq, srq, handle, qp_num
+#: pyverbs's class -> the fields of its struct, the context first, and pyverbs's names of the last of them
+_OBJECTS = {
+    "CQ": ("=3QIi", ("cqe",)),  # context, channel, cq_context, handle, cqe
+    "PD": ("=QI", ("handle",)),  # context, handle
+    "MR": ("=4Q3I", ("length", "handle", "lkey", "rkey")),  # context, pd, addr, length, handle, lkey, rkey
+    "QP": ("=6QII", ("qp_num",)),  # context, qp_context, pd, send_cq, recv_cq, srq, handle, qp_num
+}
 
 
 def context_pointer(raw: Any) -> tuple[int, int]:
@@ -127,30 +125,17 @@ def context_pointer(raw: Any) -> tuple[int, int]:
     return address, found[2]
 
 
-def domain_pointer(raw: Any, of_context: int) -> int:
-    """Return the address of an ``ibv_pd``."""
-    return _find(raw, _PD, lambda f: f == (of_context, raw.handle))[0]
-
-
-def region_pointer(raw: Any, of_context: int) -> int:
-    """Return the address of an ``ibv_mr``."""
-    return _find(raw, _MR, lambda f: f[0] == of_context and f[3:] == (raw.length, raw.handle, raw.lkey, raw.rkey))[0]
+def object_pointer(raw: Any, of_context: int) -> int:
+    """Return the address of an ``ibv_cq``, ``ibv_pd``, ``ibv_mr`` or ``ibv_qp``."""
+    fields, names = _OBJECTS[type(raw).__name__]
+    last = tuple(getattr(raw, name) for name in names)
+    return _find(raw, struct.Struct(fields), lambda f: f[0] == of_context and f[-len(last):] == last)[0]
 
 
 def channel_pointer(raw: Any, of_context: int) -> tuple[int, int]:
     """Return the address of an ``ibv_comp_channel`` and its descriptor."""
     address, found = _find(raw, _CHANNEL, lambda f: f[0] == of_context and _is_channel(f[1]))
     return address, found[1]
-
-
-def completion_queue_pointer(raw: Any, of_context: int) -> int:
-    """Return the address of an ``ibv_cq``."""
-    return _find(raw, _CQ, lambda f: f[0] == of_context and f[4] == raw.cqe)[0]
-
-
-def queue_pair_pointer(raw: Any, of_context: int) -> int:
-    """Return the address of an ``ibv_qp``."""
-    return _find(raw, _QP, lambda f: f[0] == of_context and f[7] == raw.qp_num)[0]
 
 
 def clear_pointer(raw: Any, address: int) -> None:
@@ -219,6 +204,7 @@ class VerbsResource:
     _raw: Any = None
     _name = "object"
     _verb = "close"
+    _kinds_of_children = "children"
     children = 0
     handle: Any
     _dropped = False  # only its children refer to it
@@ -250,10 +236,7 @@ class VerbsResource:
     def close(self) -> None:
         """Release it. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While what belongs to it is open, or another thread is in a call of it.
+        Raises `BufferError` while what belongs to it is open, or another thread is in a call of it.
         """
         if self._raw is None:
             return
@@ -277,7 +260,7 @@ class VerbsResource:
                     parent.close()
 
     def _busy(self) -> str:
-        return f"has {self.children} open children" if self.children else ""
+        return f"has {self.children} open {self._kinds_of_children}" if self.children else ""
 
     def _abandon(self) -> None:
         """Abandon the object without freeing it, which is no longer possible, and keep pyverbs from trying."""

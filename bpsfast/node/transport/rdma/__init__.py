@@ -3,7 +3,7 @@
     rails        the devices of this node: opened once, all segments registered with each (after a check of limits)
     handshake    over one authenticated connection: offers, queue pairs, a write each way that proves them
     link         the queue pairs to one peer, and what each side knows of the other's slots
-    failures     names the failures of a lane
+    failures     names the failures of a stream
 
 Nothing is exchanged in steady state: addresses and keys are sent to the peer once per generation, before `Ready`. The
 connection of the handshake stays open; its end means the end of the peer, long before a write times out.
@@ -11,8 +11,8 @@ connection of the handshake stays open; its end means the end of the peer, long 
 from __future__ import annotations
 
 from .failures import NoDeviceError, NoRdmaError
-from .link import LaneFullError, RdmaLink
+from .link import QueuePairFullError, RdmaLink
 from .rails import Rails
 from .rdma_messages import PeerSlots
 
-__all__ = ["LaneFullError", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink"]
+__all__ = ["NoDeviceError", "NoRdmaError", "PeerSlots", "QueuePairFullError", "Rails", "RdmaLink"]

@@ -1,4 +1,4 @@
-"""Describes why a lane failed: the operation, partition and peer, the device's error, and its usual cause."""
+"""Describes why a stream failed: the operation, partition and peer, the device's error, and its usual cause."""
 from __future__ import annotations
 
 import errno
@@ -45,8 +45,8 @@ class PortNow(NamedTuple):
     def explains(self, failure: Mapping[str, Any]) -> str:
         """Return how the port may have caused *failure*, as text; "" if it did not.
 
-        A port that is up again explains nothing that began later: no lane that was tested since, and no write that was
-        posted since.
+        A port that is up again explains nothing that began later: no stream that was tested since, and no write that
+        was posted since.
         """
         silent_ns = 1_000_000_000 * failure["code"] if failure["kind"] == "silence" else 0
         if self.error_ns and self.error_ns >= max(failure["proven_ns"], failure["at_ns"] - _RETRIES_NS - silent_ns):
@@ -66,9 +66,9 @@ def is_consequence(failure: Mapping[str, Any]) -> bool:
 
 
 def describe(failure: Mapping[str, Any] | None, who: str, rail: str, port: PortNow) -> str:
-    """Return a sentence about *failure* (`bpsfast.pyx.rdma.Lane.failure`) of the lane to *who* over *rail*'s *port*.
+    """Return a sentence about *failure* of the stream to *who* over *rail*'s *port*; None: the connection was closed.
 
-    None means that the connection was closed.
+    *failure* is that of `bpsfast.pyx.rdma.Stream.failure`.
     """
     if failure is None:
         return "closed"

@@ -36,7 +36,7 @@ _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
 
 
-def meet(
+def make_link(
     sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
     n_slots: int, limits: Limits, deadline: float,
 ) -> RdmaLink:
@@ -63,33 +63,33 @@ def meet(
 
         theirs = talk.exchange(our_offer, RdmaOffer(version=rdma_messages.VERSION))
         partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer)
-        ways: list[RailPath] = []
+        paths: list[RailPath] = []
 
         def our_pairs() -> RdmaPairs:
             for rail, _ in partners:
-                ways.append(RailPath.over(rail, epoch, n_slots, limits))
-                undo.callback(ways[-1].close)
-            return RdmaPairs(pairs=tuple(PairOffer(number=way.pair.number, psn=way.pair.psn) for way in ways))
+                paths.append(RailPath.over(rail, epoch, n_slots, limits))
+                undo.callback(paths[-1].close)
+            return RdmaPairs(pairs=tuple(PairOffer(number=path.pair.number, psn=path.pair.psn) for path in paths))
 
         their_pairs = talk.exchange(our_pairs, RdmaPairs()).pairs
-        if len(their_pairs) != len(ways):
-            raise ProtocolError(f"node {peer} made {len(their_pairs)} queue pairs, {len(ways)} were agreed on")
+        if len(their_pairs) != len(paths):
+            raise ProtocolError(f"node {peer} made {len(their_pairs)} queue pairs, {len(paths)} were agreed on")
 
         def connected() -> RdmaStep:
-            for way, (_, rail_there), there in zip(ways, partners, their_pairs):
-                _connect(way, rail_there, there)
+            for path, (_, rail_there), there in zip(paths, partners, their_pairs):
+                _connect(path, rail_there, there)
             return RdmaStep(step="connected")
 
         def proven() -> RdmaStep:
-            for way in ways:
-                if not way.lane.prove(PROOF_TIMEOUT_S):
-                    raise NoRdmaError(_why_unproven(way, peer))
+            for path in paths:
+                if not path.stream.prove(PROOF_TIMEOUT_S):
+                    raise NoRdmaError(_why_unproven(path, peer))
             return RdmaStep(step="proven")
 
         for step in (connected, proven):
             talk.exchange(step, RdmaStep(step=step.__name__))
         undo.pop_all()
-    return RdmaLink(peer, n_nodes, ways, channel)
+    return RdmaLink(peer, n_nodes, paths, channel)
 
 
 class _Exchange:
@@ -135,7 +135,7 @@ class _Exchange:
 
 
 def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> list[tuple[Rail, RailOffer]]:
-    """Return the rails of each lane: ports pair up by position, and the lanes take turns over them."""
+    """Return the rails of each stream: ports pair up by position, and the streams take turns over them."""
     if theirs.version != rdma_messages.VERSION:
         raise NoRdmaError(f"node {peer} has version {theirs.version} of the RDMA handshake, this node "
                           f"{rdma_messages.VERSION}")
@@ -151,18 +151,18 @@ def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> l
     return partners * n_pairs
 
 
-def _connect(way: RailPath, rail: RailOffer, pair: PairOffer) -> None:
-    way.pair.to_rtr(
-        pair.number, pair.psn, **way.rail.chosen.path(rail.link_layer, rail.lid, rail.gid),
-        mtu=min(rail.mtu, way.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
-        traffic_class=way.rail.settings.rdma_traffic_class, sl=way.rail.settings.rdma_service_level,
+def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
+    path.pair.to_rtr(
+        pair.number, pair.psn, **path.rail.chosen.path(rail.link_layer, rail.lid, rail.gid),
+        mtu=min(rail.mtu, path.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
+        traffic_class=path.rail.settings.rdma_traffic_class, sl=path.rail.settings.rdma_service_level,
     )
-    way.pair.to_rts(timeout=ACK_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
+    path.pair.to_rts(timeout=ACK_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
 
 
-def _why_unproven(way: RailPath, peer: int) -> str:
-    gid = way.rail.chosen.gid
-    came_from = f"{way.rail.name}, GID {gid.index} ({gid.version} {gid.address})" if gid else way.rail.name
-    what = (way.describe(f"node {peer}") if way.lane.failure() is not None
+def _why_unproven(path: RailPath, peer: int) -> str:
+    gid = path.rail.chosen.gid
+    came_from = f"{path.rail.name}, GID {gid.index} ({gid.version} {gid.address})" if gid else path.rail.name
+    what = (path.describe(f"node {peer}") if path.stream.failure() is not None
             else f"nothing came from node {peer} within {PROOF_TIMEOUT_S:g} s")
     return f"queue pairs were connected, but a first write did not pass from {came_from}: {what}"

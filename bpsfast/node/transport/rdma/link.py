@@ -4,7 +4,7 @@
     aim      the peer expects partitions at these addresses
     fence    nothing passes any more; `bound` and `awaited` tell what was to come, for the link that replaces this one
 
-A partition always uses the same lane, on both sides and in both directions. `Rails` registers the memory of slots
+A partition always uses the same stream, on both sides and in both directions. `Rails` registers the memory of slots
 before it is bound, and keeps it until the link is closed.
 """
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ....base.trace_records import Limits
 from ....orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ....pyx import rdma as native
 from ....pyx.engine import Engine
+from ..links import WireLink
 from . import failures
 from .rails import Rail
 from .rdma_messages import PeerSlots, Slot
@@ -28,7 +29,7 @@ from .rdma_messages import PeerSlots, Slot
 log = logging.getLogger("bpsfast.node")
 
 
-class LaneFullError(CapacityError):
+class QueuePairFullError(CapacityError):
     """A queue pair to node `index` holds no more partitions; tcp has no such limit."""
 
     def __init__(self, index: int, text: str) -> None:
@@ -38,11 +39,11 @@ class LaneFullError(CapacityError):
 
 @dataclass
 class RailPath:
-    """One queue pair over one rail, and its native lane. Owned by the link."""
+    """One queue pair over one rail, and its native stream. Owned by the link."""
 
     rail: Rail
     pair: Any
-    lane: native.Lane
+    stream: native.Stream
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -50,19 +51,19 @@ class RailPath:
         """Return a new one, in state INIT."""
         pair = rail.queue_pair()
         try:
-            lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
+            stream = native.Stream(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
                                max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
                                signal_every=rail.settings.rdma_signal_every, keep=pair, **limits._asdict())
         except BaseException:
             pair.close()
             raise
         rail.join()
-        return cls(rail, pair, lane)
+        return cls(rail, pair, stream)
 
     def describe(self, who: str) -> str:
-        """Return why the lane has ended, as text."""
+        """Return why the stream has ended, as text."""
         port = self.rail.port_now()  # first: it may notice the failure that caused the others
-        return failures.describe(self.lane.failure(), who, self.rail.name, port)
+        return failures.describe(self.stream.failure(), who, self.rail.name, port)
 
     def close(self) -> None:
         """Destroy the queue pair: then nothing that the peer has under way reaches this node's memory.
@@ -71,87 +72,76 @@ class RailPath:
         """
         with self._closing:
             if not self.pair.closed:
-                self.lane.close()
+                self.stream.close()
                 self.pair.close()
                 self.rail.leave()
 
 
-class RdmaLink:
+class RdmaLink(WireLink):
     """An established pair of nodes. For the control loop's thread; `stream_of` also for the dispatcher's."""
 
     kind = "rdma"
-    is_encrypted = False
-    gone = "the connection of its rendezvous ended"
+    end_reason = "the connection of its rendezvous ended"
 
-    def __init__(self, index: int, n_nodes: int, ways: Sequence[RailPath], channel: MessageSocket) -> None:
+    def __init__(self, index: int, n_nodes: int, paths: Sequence[RailPath], channel: MessageSocket) -> None:
         self.index = index
         self.channel = channel
         self._n_nodes = n_nodes
-        self._ways = list(ways)
+        self._paths = list(paths)
+        self.streams = [path.stream for path in paths]
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
-        #: What is expected from the peer: part -> address of even rounds, of odd rounds, bytes, n_streams if tcp
-        #: replaces this link, whether they are frames.
-        self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
-        self._anew: dict[int, int] = {}  # parts bound after the end, and their next round
+        self.bound = {}  # n_streams counts if tcp replaces this link
+        self._anew: dict[int, int] = {}  # parts bound after the link has ended -> their next round
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
-        """Report arrivals to *engine* as those of *source*. Before anything is bound."""
-        for way in self._ways:
-            way.lane.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
+        for path in self._paths:
+            path.stream.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
                            notify=engine.notify_address, keep=engine)
 
-    # -- slots --------------------------------------------------------------------------------------------
-
-    def stream_of(self, part: int) -> native.Lane:
-        """Return the lane of *part*. Neighbouring parts have different owners and share a lane."""
-        return self._way(part).lane
+    def stream_of(self, part: int) -> native.Stream:
+        return self._path(part).stream
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
+        """Do as `WireLink.bind`; `announce` sends the addresses to the peer.
 
-        *framed*, *first_round*: see `WireLink`.
-
-        Raises
-        ------
-        CapacityError
-            If the device sends no message of this size; `LaneFullError` if the queue pair holds no more slots.
+        Raises `CapacityError` if the device sends no message of this size; `QueuePairFullError` if the queue pair holds
+        no more slots.
         """
         if self.fenced:
             self._anew[part] = first_round
             self.bound[part] = even, odd, nbytes, n_streams, framed
             return
-        way = self._way(part)
-        if nbytes > way.rail.port["max_msg_sz"]:
-            raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
-                                f"{way.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
+        path = self._path(part)
+        if nbytes > path.rail.port["max_msg_sz"]:
+            raise CapacityError(f"partition {part} has {nbytes} bytes, {path.rail.name} sends at most max_msg_sz="
+                                f"{path.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
         try:
-            way.lane.bind(part, even, odd, nbytes, framed, first_round)
+            path.stream.bind(part, even, odd, nbytes, framed, first_round)
         except OSError as exc:
             if exc.errno != errno.ENOSPC:
                 raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
-                                    f"{way.rail.name}: {exc.strerror}") from exc
-            limits = way.rail.attributes
-            raise LaneFullError(
+                                    f"{path.rail.name}: {exc.strerror}") from exc
+            limits = path.rail.attributes
+            raise QueuePairFullError(
                 self.index, f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
-                f"({way.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all peers; "
-                f"there are {len(self._ways)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
+                f"({path.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all "
+                f"peers; there are {len(self._paths)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
                 "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
-        self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=way.rail.rkey(min(even, odd), nbytes),
+        self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=path.rail.rkey(min(even, odd), nbytes),
                                  nbytes=nbytes, framed=framed)
-        if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
+        if even != odd and path.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
             raise ProtocolError(f"both copies of partition {part} lie in different segments: a bug of bpsfast")
         self.bound[part] = even, odd, nbytes, n_streams, framed
 
     def unbind(self, part: int) -> None:
-        """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
         self._fresh.pop(part, None)
         self.bound.pop(part, None)
         self._anew.pop(part, None)
         if not self.fenced:
-            self._way(part).lane.unbind(part)
+            self._path(part).stream.unbind(part)
 
     def announce(self, generation: int) -> None:
         """Send the peer the addresses of the parts that were bound since the last call: those of *generation*."""
@@ -177,60 +167,41 @@ class RdmaLink:
         except PeerLostError:
             log.debug("node %d had ended before it could be sent %s", self.index, type(message).__name__)
 
-    # -- the end of the link ------------------------------------------------------------------------------
-
     def why(self, code: int) -> str:
-        """Return why a lane was lost, as text; *code* is the event's."""
         who = f"node {self.index}"
-        found = [(way.describe(who), what) for way in self._ways if (what := way.lane.failure()) is not None]
+        found = [(path.describe(who), what) for path in self._paths if (what := path.stream.failure()) is not None]
         found.sort(key=lambda each: failures.is_consequence(each[1]))  # the cause before its consequences
         return found[0][0] if found else f"closed (code {code})"
 
     def fence(self) -> None:
-        """Cut the peer off for good: nothing that it has under way arrives, even if its process is stopped.
-
-        What waits to be sent is dropped. Any thread; idempotent.
-        """
+        """Do as `WireLink.fence`: nothing that the peer has under way arrives, even if it is stopped. Any thread."""
         self.fenced = True
-        for way in self._ways:
+        for path in self._paths:
             try:
-                way.close()
-            except (OSError, BufferError) as exc:  # this lane is shut; the others have to be shut, too
+                path.close()
+            except (OSError, BufferError) as exc:  # this stream is shut; the others have to be shut, too
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether `fence` was called and every queue pair is destroyed: only then the peer cannot write any more."""
-        return self.fenced and all(way.pair.closed for way in self._ways)
+        # Only once every queue pair is destroyed, the peer cannot write any more.
+        return self.fenced and all(path.pair.closed for path in self._paths)
 
     def next_round(self, part: int) -> int:
-        """Return the round of *part*, which is bound, that has not arrived whole."""
         anew = self._anew.get(part)
         return self.stream_of(part).next_round(part) if anew is None else anew
 
-    def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        return {part: self.next_round(part) for part in tuple(self.bound)}
-
     def counters(self) -> dict[str, int]:
-        """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways.
+        """Return the sum of the streams' counters; `address_exchanges`: messages about slots, both ways.
 
         There are no damaged writes: cards check what they receive, and request it again.
         """
-        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0}
-        for way in self._ways:
-            for name, value in way.lane.counters().items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def traces(self) -> list[bytes]:
-        """Return the trace records of each lane."""
-        return [way.lane.trace() for way in self._ways]
+        return {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._paths), "writes_damaged": 0,
+                **super().counters()}
 
     def close(self) -> None:
-        """Close queue pairs and channel. Idempotent."""
         self.fence()
         self.channel.close()
 
-    def _way(self, part: int) -> RailPath:
-        return self._ways[part // self._n_nodes % len(self._ways)]
+    def _path(self, part: int) -> RailPath:
+        return self._paths[part // self._n_nodes % len(self._paths)]

@@ -40,7 +40,7 @@ log = logging.getLogger("bpsfast.node")
 
 #: Kinds of memory that peers write into; everything else is only read by the device.
 _WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
-#: Slots of a lane if the device's queues are long enough; each needs one receive request.
+#: Slots of a stream if the device's queues are long enough; each needs one receive request.
 RECEIVES = 4096
 #: Fewer are of no use, even for the layers of a small model.
 LEAST_RECEIVES = 64
@@ -50,7 +50,7 @@ _CAP_IPC_LOCK = 14
 
 
 class Depths(NamedTuple):
-    """Lengths of one lane's queues, and of the completion queue that all lanes of a device share."""
+    """Lengths of one stream's queues, and of the completion queue that all streams of a device share."""
 
     send: int
     receive: int
@@ -58,26 +58,23 @@ class Depths(NamedTuple):
 
 
 def queue_depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int, n_sends: int) -> Depths:
-    """Return the queue lengths for *n_pairs* lanes, of *n_sends* writes, to each of *n_peers* peers over *device*.
+    """Return the queue lengths for *n_pairs* streams, of *n_sends* writes, to each of *n_peers* peers over *device*.
 
-    Raises
-    ------
-    CapacityError
-        If the device cannot hold them; with what is needed and what there is.
+    Raises `CapacityError` if the device cannot hold them; with what is needed and what there is.
     """
-    n_lanes = max(1, n_peers * n_pairs)
-    if n_lanes > attributes["max_qp"]:
-        raise CapacityError(f"{n_peers} peers x {n_pairs} queue pairs need {n_lanes} queue pairs, {device} has "
+    n_streams = max(1, n_peers * n_pairs)
+    if n_streams > attributes["max_qp"]:
+        raise CapacityError(f"{n_peers} peers x {n_pairs} queue pairs need {n_streams} queue pairs, {device} has "
                             f"max_qp={attributes['max_qp']}: lower BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
     send = min(n_sends, attributes["max_qp_wr"])
-    receive = min(RECEIVES, attributes["max_qp_wr"], attributes["max_cqe"] // n_lanes - send)
+    receive = min(RECEIVES, attributes["max_qp_wr"], attributes["max_cqe"] // n_streams - send)
     if receive < LEAST_RECEIVES:
         raise CapacityError(
             f"{n_peers} peers x {n_pairs} queue pairs, each of {send} sends and at least {LEAST_RECEIVES} receives, "
-            f"need a completion queue of {n_lanes * (send + LEAST_RECEIVES)} and queues of {LEAST_RECEIVES}; "
+            f"need a completion queue of {n_streams * (send + LEAST_RECEIVES)} and queues of {LEAST_RECEIVES}; "
             f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower "
             "BPSFAST_RDMA_QUEUE_PAIRS or BPSFAST_RDMA_QUEUE_DEPTH, or use tcp")
-    return Depths(send, receive, n_lanes * (send + receive))
+    return Depths(send, receive, n_streams * (send + receive))
 
 
 def lockable_nbytes(root: Path = Path("/")) -> int | None:
@@ -98,10 +95,7 @@ def least_lockable_nbytes(transport: str, segment_nbytes: int) -> int:
 def require_lockable(wanted: int, locked: int, n_devices: int, purpose: str, limit: int | None) -> None:
     """Return if *wanted* more bytes can be locked in addition to *locked*, once for each of *n_devices*.
 
-    Raises
-    ------
-    CapacityError
-        With what is needed and what *limit* (bytes; None: no limit) leaves.
+    Raises `CapacityError` with what is needed and what *limit* (bytes; None: no limit) leaves.
     """
     if limit is None:
         return
@@ -143,14 +137,12 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of lanes over it.
+    """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of streams over it.
 
     Its thread runs on *cores* only, if there are any.
 
-    Raises
-    ------
-    OSError, CapacityError
-        If the device cannot be opened, or its queues are too short for *n_peers* peers with *settings*.
+    Raises `OSError` or `CapacityError` if the device cannot be opened, or its queues are too short for *n_peers* peers
+    with *settings*.
     """
 
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
@@ -215,17 +207,17 @@ class Rail:
         return pair
 
     def join(self) -> None:
-        """Count one more lane. Any thread, as `leave`."""
+        """Count one more stream. Any thread, as `leave`."""
         with self._users_lock:
             self.users += 1
 
     def leave(self) -> None:
-        """Count one lane fewer."""
+        """Count one stream fewer."""
         with self._users_lock:
             self.users -= 1
 
     def adopt(self, region: Any) -> None:
-        """Keep *region* until the end; lanes may send from it, and peers may write to it."""
+        """Keep *region* until the end; streams may send from it, and peers may write to it."""
         self._undo.callback(region.close)
         self.native.know(region.address, region.nbytes, region.lkey)
         bisect.insort(self.registered, Registered(region.address, region.nbytes, region.rkey))
@@ -239,19 +231,15 @@ class Rail:
         return found.rkey
 
     def close(self) -> None:
-        """Deregister and close everything. BufferError while lanes are open. Idempotent."""
+        """Deregister and close everything. BufferError while streams are open. Idempotent."""
         self._undo.close()
 
 
 class Rails:
     """All rails of one node. Peers connect from several threads; `settle` and everything after it is for one thread.
 
-    Parameters
-    ----------
-    least_nbytes
-        Bytes that a node locks at least, before any model is known.
-    allowed
-        CPUs that the rails' threads may run on, even if this process is bound to fewer.
+    *least_nbytes*: bytes that a node locks at least, before any model is known. *allowed*: CPUs that the rails' threads
+    may run on, even if this process is bound to fewer.
     """
 
     def __init__(self, settings: Settings, least_nbytes: int, allowed: frozenset[int] = frozenset()) -> None:
@@ -282,11 +270,8 @@ class Rails:
         Not *opens*: only rails that are in use. Memory is already registered with each, possibly more than could be
         registered with another one, and running transfers cannot wait for that.
 
-        Raises
-        ------
-        NoRdmaError
-            With the reason: no device, no usable port, a setting that names none, no library, no room in the device's
-            queues or in the memory that may be locked.
+        Raises `NoRdmaError` with the reason: no device, no usable port, a setting that names none, no library, no room
+        in the device's queues or in the memory that may be locked.
         """
         settings = self._settings
         try:
@@ -323,8 +308,6 @@ class Rails:
                 except (OSError, BufferError) as exc:  # it is not needed any more
                     log.warning("rail %s stays open: %s", name, exc)
 
-    # -- memory -------------------------------------------------------------------------------------------
-
     def require(self, nbytes: int, purpose: str) -> None:
         """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
         if self._open:
@@ -338,10 +321,7 @@ class Rails:
         After that no code in this process can read or write a device's memory, not even the host device's, so that
         bugs that try are detected.
 
-        Raises
-        ------
-        CapacityError
-            If a device refuses; it is then registered with none.
+        Raises `CapacityError` if a device refuses; it is then registered with none.
         """
         made: list[Any] = []
         try:

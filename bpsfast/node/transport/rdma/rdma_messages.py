@@ -1,7 +1,7 @@
 """The messages between two nodes that use RDMA, over a connection of their own; none in steady state.
 
     both   RdmaOffer       the ports to use, or why there are none
-    both   RdmaPairs       numbers of the queue pairs, in the order of the lanes
+    both   RdmaPairs       numbers of the queue pairs, in the order of the streams
     both   RdmaStep        "connected", then "proven": a step is done, or why it is not
     both   PeerSlots       once per generation: where the other writes
 
@@ -47,7 +47,7 @@ class PairOffer(messages.Record):
 
 
 class RdmaPairs(messages.Message):
-    """The queue pairs, one entry per lane."""
+    """The queue pairs, one entry per stream."""
 
     pairs: tuple[PairOffer, ...] = ()
     objection: str = ""

@@ -41,21 +41,21 @@ class OfJax:
 
 
 def test_plain_arrays_are_the_cpus():
-    assert tensor_input(np.zeros(3, "f4")).place is None
+    assert tensor_input(np.zeros(3, "f4")).location is None
     assert arrays.of_ndarray(np.zeros(3, "f4")) is None
-    assert tensor_input(np.zeros(3, "f4").view(np.matrix)).place is None
+    assert tensor_input(np.zeros(3, "f4").view(np.matrix)).location is None
 
 
 def test_arrays_of_the_host_device():
     x = np.zeros(3, "f4").view(HostArray)
-    place = tensor_input(x).place
-    assert place.device is host_device()
-    assert place.ready.done()
+    location = tensor_input(x).location
+    assert location.device is host_device()
+    assert location.ready.done()
     with held(host_device()) as gate:
         x.stream = gate.stream
-        place = tensor_input(x).place
-        assert place.caller() is gate.stream
-        assert not place.ready.done()
+        location = tensor_input(x).location
+        assert location.caller() is gate.stream
+        assert not location.ready.done()
 
 
 def test_a_place_is_of_the_moment():
@@ -63,9 +63,9 @@ def test_a_place_is_of_the_moment():
     stream = host_device().stream()
     x = np.zeros(3, "f4").view(HostArray)
     x.stream = stream
-    place, later = tensor_input(x).place, threading.Event()
+    location, later = tensor_input(x).location, threading.Event()
     stream.run(lambda: later.wait(20))
-    assert place.ready.wait(20)
+    assert location.ready.wait(20)
     later.set()
     stream.close()
 

@@ -1,4 +1,4 @@
-"""barrier and join: ranks with more or less data than others, beside operations and optimizers."""
+"""barrier and join, alone and with operations and optimizers under way; ranks have different amounts of data."""
 from __future__ import annotations
 
 import threading
@@ -33,7 +33,7 @@ def test_barrier(ranks):
 
 
 def uneven(op, kinds):
-    """Rank r has r batches. Return what each of its allreduces gave, and who joined last."""
+    """Rank r has r batches. Return the results of its allreduces, and the last rank to join."""
     found = []
     for i in range(hvd.rank()):
         x = torch.full((2,), float(i + 1 + hvd.rank())).to(getattr(torch, kinds))
@@ -132,7 +132,7 @@ def test_join_beside_optimizers(ranks, op, steps):
 
 
 def one_of_two_goes_on():
-    """Rank 1 joins, rank 0 makes steps of the second optimizer only; what each gets, and which threads are left."""
+    """Rank 1 joins, rank 0 steps only the second optimizer; return their results and the threads that are left."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([each], lr=0.1), [(f"w{i}", each)])
                   for i, each in enumerate(weights)]

@@ -1,26 +1,26 @@
-# Lane; included by rdma.pyx.
+# The class Stream of rdma.pyx.
 
 
 @cython.final
-@cython.no_gc  # as for `Rail`: what is kept goes after the lane, in no order of the collector's
-cdef class Lane:
+@cython.no_gc  # as for `Rail`: what is kept goes after the stream, in no order of the collector's
+cdef class Stream:
     """One queue pair (its `handle`; in INIT at least) over *rail*; *keep* is held until `close`.
 
     *epoch* is stamped on every write and checked on every arrival. At most *max_send* writes are in the queue pair,
     others wait in a ring of ours; at most *max_receive* slots may be bound. Writes up to *inline_nbytes* travel
     inside the request; of writes that wait in a row, every *signal_every*-th asks for a completion. If none comes for
-    *patience_s* seconds, far longer than the queue pair itself tries, the lane has failed. One receive request
+    *patience_s* seconds, far longer than the queue pair itself tries, the stream has failed. One receive request
     is posted at once, for the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
 
     Raises
     ------
     ValueError
-        From `post`, `aim` and `bind`, if the slot is beyond *n_slots*, does not fit, or the lane is closed.
+        From `post`, `aim` and `bind`, if the slot is beyond *n_slots*, does not fit, or the stream is closed.
     OSError
         ENOSPC from `bind` when *max_receive* slots are bound; else the errno of a post.
     """
 
-    cdef bps_rdma_lane *lane
+    cdef bps_rdma_stream *stream
     cdef Rail rail
     cdef object keep
     cdef bint is_open
@@ -31,78 +31,79 @@ cdef class Lane:
                   uint32_t trace_last_round=0, keep=None):
         if signal_every < 1:
             raise ValueError("signal_every=0: nobody would learn that a write is delivered")
-        cdef bps_rdma_lane *lane = <bps_rdma_lane *>calloc(1, sizeof(bps_rdma_lane))
-        if lane == NULL:
-            raise MemoryError("lane")
-        self.lane, self.rail, self.keep = lane, rail, keep
-        pthread_mutex_init(&lane.lock, NULL)
-        lane.regions, lane.qp = &rail._open().regions, <bps_ibv_qp *>queue_pair
-        lane.epoch, lane.n_slots, lane.max_send, lane.max_receive = epoch, n_slots, max_send, max_receive
-        lane.inline_nbytes, lane.signal_every = inline_nbytes, signal_every
-        lane.patience_ns = <uint64_t>(1e9 * patience_s)
-        lane.capacity = 256
-        lane.in_ = <bps_slot_in *>calloc(n_slots, sizeof(bps_slot_in))
-        lane.out = <bps_slot_out *>calloc(n_slots, sizeof(bps_slot_out))
-        lane.queue = <bps_write *>calloc(lane.capacity, sizeof(bps_write))
-        cdef int rc = bps_trace_open(&lane.records, trace_capacity, trace_first_round, trace_last_round)
-        if rc or lane.in_ == NULL or lane.out == NULL or lane.queue == NULL or bps_rail_add_lane(rail.rail, lane):
-            raise MemoryError(f"lane of {n_slots} slots and a trace of {trace_capacity} records")
+        cdef bps_rdma_stream *stream = <bps_rdma_stream *>calloc(1, sizeof(bps_rdma_stream))
+        if stream == NULL:
+            raise MemoryError("stream")
+        self.stream, self.rail, self.keep = stream, rail, keep
+        pthread_mutex_init(&stream.lock, NULL)
+        stream.regions, stream.qp = &rail._open().regions, <bps_ibv_qp *>queue_pair
+        stream.epoch, stream.n_slots, stream.max_send, stream.max_receive = epoch, n_slots, max_send, max_receive
+        stream.inline_nbytes, stream.signal_every = inline_nbytes, signal_every
+        stream.patience_ns = <uint64_t>(1e9 * patience_s)
+        stream.capacity = 256
+        stream.in_ = <bps_slot_in *>calloc(n_slots, sizeof(bps_slot_in))
+        stream.out = <bps_slot_out *>calloc(n_slots, sizeof(bps_slot_out))
+        stream.queue = <bps_write *>calloc(stream.capacity, sizeof(bps_write))
+        cdef int rc = bps_trace_open(&stream.records, trace_capacity, trace_first_round, trace_last_round)
+        has_tables = stream.in_ != NULL and stream.out != NULL and stream.queue != NULL
+        if rc or not has_tables or bps_rail_add_stream(rail.rail, stream):
+            raise MemoryError(f"stream of {n_slots} slots and a trace of {trace_capacity} records")
         self.is_open = True
-        rail.n_lanes += 1
-        rc = bps_lane_receive(lane, 1)
+        rail.n_streams += 1
+        rc = bps_rdma_receive(stream, 1)
         if rc:
             self.close()
             raise OSError(rc, f"ibv_post_recv: {os.strerror(rc)}; is the queue pair in INIT?")
 
-    cdef bps_rdma_lane *_open(self) except NULL:
+    cdef bps_rdma_stream *_open(self) except NULL:
         if not self.is_open:
-            raise ValueError(f"the lane to source {self.lane.peer} is closed")
+            raise ValueError(f"the stream to source {self.stream.peer} is closed")
         self.rail._open()
-        return self.lane
+        return self.stream
 
-    cdef bps_rdma_lane *_slot(self, uint32_t slot) except NULL:
-        cdef bps_rdma_lane *lane = self._open()
-        if slot >= lane.n_slots:
-            raise ValueError(f"slot {slot} of {lane.n_slots}")
-        return lane
+    cdef bps_rdma_stream *_slot(self, uint32_t slot) except NULL:
+        cdef bps_rdma_stream *stream = self._open()
+        if slot >= stream.n_slots:
+            raise ValueError(f"slot {slot} of {stream.n_slots}")
+        return stream
 
     cdef int _refuse_closed(self, int rc) except -1:
         if rc == ESHUTDOWN:
-            raise ValueError(f"the lane to source {self.lane.peer} was closed meanwhile")
+            raise ValueError(f"the stream to source {self.stream.peer} was closed meanwhile")
         return 0
 
     @property
     def peer(self):
         """The engine's source id of the node at the other end, once started."""
-        return self.lane.peer
+        return self.stream.peer
 
     def prove(self, double timeout_s):
         """Write zero bytes to the peer, which does the same; whether both have arrived within *timeout_s* seconds."""
-        cdef bps_rdma_lane *lane = self._open()
+        cdef bps_rdma_stream *stream = self._open()
         cdef int rc
         cdef uint32_t both = BPS_PROOF_SENT | BPS_PROOF_RECEIVED, seen
         cdef uint64_t until = bps_now_ns() + <uint64_t>(1e9 * timeout_s), now
         with nogil:
-            rc = bps_lane_prove(lane)
+            rc = bps_rdma_prove(stream)
         self._refuse_closed(rc)
         if rc:
             raise OSError(rc, f"ibv_post_send: {os.strerror(rc)}; is the queue pair in RTS?")
         with nogil:
             while True:
-                seen = bps_load(&lane.proof)
+                seen = bps_load(&stream.proof)
                 now = bps_now_ns()
                 if seen & BPS_PROOF_FAILED or (seen & both) == both or now >= until:
                     break
-                bps_wait(&lane.proof, seen, min(until - now, <uint64_t>100000000))
+                bps_wait(&stream.proof, seen, min(until - now, <uint64_t>100000000))
         return (seen & both) == both and not seen & BPS_PROOF_FAILED
 
     def start(self, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify, keep=None):
         """Report to an engine from now on, as its source *peer*; addresses as for `bpsfast.pyx.tcp.Stream`."""
-        cdef bps_rdma_lane *lane = self._open()
-        if lane.engine != NULL:
-            raise ValueError("a lane is started once")
+        cdef bps_rdma_stream *stream = self._open()
+        if stream.engine != NULL:
+            raise ValueError("a stream is started once")
         self.keep = (self.keep, keep)
-        bps_lane_start(lane, peer, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
+        bps_rdma_start(stream, peer, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
 
     def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
              uint32_t first_round=1):
@@ -111,65 +112,65 @@ cdef class Lane:
         *framed*: up to so many, of which the first eight say how many follow; at the peer `aim` is told the same.
         The memory is the caller's, registered for remote writes, and stays until `close`.
         """
-        cdef bps_rdma_lane *lane = self._slot(slot)
+        cdef bps_rdma_stream *stream = self._slot(slot)
         if nbytes == 0 or nbytes >> 32 or not address_even or not address_odd:
             raise ValueError(f"slot {slot} of {nbytes} bytes at {address_even:#x} and {address_odd:#x}")
         cdef int rc
         with nogil:
-            rc = bps_lane_bind(lane, slot, address_even, address_odd, nbytes, framed, first_round)
+            rc = bps_rdma_bind(stream, slot, address_even, address_odd, nbytes, framed, first_round)
         self._refuse_closed(rc)
         if rc == EAGAIN:
             raise ValueError(f"slot {slot} is bound before the peer's proof has come")
         if rc == ENOSPC:
-            raise OSError(rc, f"{lane.n_bound} slots are bound, the queue pair was made for {lane.max_receive}")
+            raise OSError(rc, f"{stream.n_bound} slots are bound, the queue pair was made for {stream.max_receive}")
         if rc:
             raise OSError(rc, f"ibv_post_recv for slot {slot}: {os.strerror(rc)}")
 
     def unbind(self, uint32_t slot):
         """Forget a slot that was bound and never written into."""
-        bps_lane_unbind(self._slot(slot), slot)
+        bps_rdma_unbind(self._slot(slot), slot)
 
     def aim(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, uint32_t rkey,
             bint framed=False):
         """Write rounds of *slot* to these addresses of the peer: what its `bind` got, and the key of that memory."""
-        cdef bps_rdma_lane *lane = self._slot(slot)
+        cdef bps_rdma_stream *stream = self._slot(slot)
         if nbytes == 0 or nbytes >> 32:
             raise ValueError(f"slot {slot} of {nbytes} bytes: a write carries 1 to {(1 << 32) - 1}")
         with nogil:
-            pthread_mutex_lock(&lane.lock)
-            lane.out[slot].addresses[0], lane.out[slot].addresses[1] = address_even, address_odd
-            lane.out[slot].rkey, lane.out[slot].nbytes, lane.out[slot].framed = rkey, nbytes, framed
-            pthread_mutex_unlock(&lane.lock)
+            pthread_mutex_lock(&stream.lock)
+            stream.out[slot].addresses[0], stream.out[slot].addresses[1] = address_even, address_odd
+            stream.out[slot].rkey, stream.out[slot].nbytes, stream.out[slot].framed = rkey, nbytes, framed
+            pthread_mutex_unlock(&stream.lock)
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Write *nbytes* at *address*, registered memory, into the peer's *slot*; they stay until EVENT_DELIVERED."""
-        cdef bps_rdma_lane *lane = self._slot(slot)
+        cdef bps_rdma_stream *stream = self._slot(slot)
         cdef int rc
         with nogil:
-            rc = bps_lane_post(lane, slot, round, flags, address, nbytes)
+            rc = bps_rdma_post(stream, slot, round, flags, address, nbytes)
         self._refuse_closed(rc)
         if rc == ENOMEM:
-            raise MemoryError("queue of a lane")
+            raise MemoryError("queue of a stream")
         if rc == EDESTADDRREQ:
             raise ValueError(f"the peer has not said where slot {slot} lies")
         if rc == EMSGSIZE:
-            raise ValueError(f"slot {slot} has {lane.out[slot].nbytes} bytes at the peer, {nbytes} were posted")
+            raise ValueError(f"slot {slot} has {stream.out[slot].nbytes} bytes at the peer, {nbytes} were posted")
         if rc == EFAULT:
             raise ValueError(f"slot {slot}: {nbytes} bytes at {address:#x} are not registered with the rail")
 
     def next_round(self, uint32_t slot):
-        """Return the round of *slot* that has not arrived yet: for good, once the lane is closed."""
-        cdef bps_rdma_lane *lane = self.lane
+        """Return the round of *slot* that has not arrived yet: for good, once the stream is closed."""
+        cdef bps_rdma_stream *stream = self.stream
         cdef uint32_t found
-        if slot >= lane.n_slots:
-            raise ValueError(f"slot {slot} of {lane.n_slots}")
-        pthread_mutex_lock(&lane.lock)
-        found = lane.in_[slot].next_round
-        pthread_mutex_unlock(&lane.lock)
+        if slot >= stream.n_slots:
+            raise ValueError(f"slot {slot} of {stream.n_slots}")
+        pthread_mutex_lock(&stream.lock)
+        found = stream.in_[slot].next_round
+        pthread_mutex_unlock(&stream.lock)
         return found
 
     def failure(self):
-        """Return why the lane has failed, or None: kind and code, what it was about (`rdma_lane.h`).
+        """Return why the stream has failed, or None: kind and code, what it was about (`rdma_stream.h`).
 
         Kinds: "completion" (code: its status), "post" (errno), "arrival" (its epoch), "event" (``ibv_event_type``),
         "poll" (errno), "silence" (seconds). `slot` is None where it is not known. `at_ns`: when, `proven_ns`: when the
@@ -177,52 +178,50 @@ cdef class Lane:
         """
         cdef bps_failure failure
         with nogil:
-            pthread_mutex_lock(&self.lane.lock)
-            failure = self.lane.failure
-            pthread_mutex_unlock(&self.lane.lock)
+            pthread_mutex_lock(&self.stream.lock)
+            failure = self.stream.failure
+            pthread_mutex_unlock(&self.stream.lock)
         if failure.kind == 0:
             return None
         return {"kind": _KINDS[failure.kind], "code": failure.code, "vendor_error": failure.vendor_error,
                 "slot": None if failure.slot == BPS_PROOF_SLOT else failure.slot, "round": failure.round,
                 "nbytes": failure.nbytes, "is_receive": bool(failure.is_receive), "at_ns": failure.at_ns,
-                "proven_ns": self.lane.proven_ns}
+                "proven_ns": self.stream.proven_ns}
 
     def counters(self):
         """Return bytes and writes in both directions; `writes_waited`: posted while the queue pair was full.
 
         `receives_posted` requests stand ready for `slots_bound` slots.
         """
-        cdef bps_rdma_lane *lane = self.lane
-        return {"bytes_sent": lane.bytes_sent, "bytes_received": lane.bytes_received, "writes_sent": lane.sent,
-                "writes_received": lane.writes_received, "writes_pending": lane.posted - lane.delivered,
-                "writes_waited": lane.waited, "receives_posted": lane.n_receives, "slots_bound": lane.n_bound}
+        cdef bps_rdma_stream *stream = self.stream
+        return {"bytes_sent": stream.bytes_sent, "bytes_received": stream.bytes_received, "writes_sent": stream.sent,
+                "writes_received": stream.writes_received, "writes_pending": stream.posted - stream.delivered,
+                "writes_waited": stream.waited, "receives_posted": stream.n_receives, "slots_bound": stream.n_bound}
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        cdef bps_rdma_lane *lane = self.lane
-        return PyBytes_FromStringAndSize(<char *>lane.records.records,
-                                         <Py_ssize_t>(32 * min(lane.records.used, lane.records.capacity)))
+        return trace_bytes(&self.stream.records)
 
     def close(self):
         """Stop using the queue pair, which the caller then closes. Idempotent; undelivered writes are dropped."""
-        cdef bps_rdma_lane *lane = self.lane
+        cdef bps_rdma_stream *stream = self.stream
         if not self.is_open:
             return
         self.is_open = False
         if self.rail.forks == bps_forks:
             with nogil:
-                bps_lane_end(lane)
-                bps_rail_remove_lane(self.rail.rail, lane)
-            self.rail.n_lanes -= 1
+                bps_rdma_end(stream)
+                bps_rail_remove_stream(self.rail.rail, stream)
+            self.rail.n_streams -= 1
         self.keep = None
 
     def __dealloc__(self):
-        cdef bps_rdma_lane *lane = self.lane
-        if lane != NULL:
+        cdef bps_rdma_stream *stream = self.stream
+        if stream != NULL:
             self.close()
-            free(lane.in_)
-            free(lane.out)
-            free(lane.queue)
-            free(lane.records.records)
-            pthread_mutex_destroy(&lane.lock)
-            free(lane)
+            free(stream.in_)
+            free(stream.out)
+            free(stream.queue)
+            free(stream.records.records)
+            pthread_mutex_destroy(&stream.lock)
+            free(stream)

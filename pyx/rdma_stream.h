@@ -1,14 +1,13 @@
-/* Lane over RDMA: one queue pair to one peer, and the slots that are written over it in both directions.
+/* Stream over RDMA: one queue pair to one peer, and the slots that are written over it in both directions.
  *
  *   rdma_writes.h      what it sends
  *   rdma_arrivals.h    what it receives
  *
- * wr_id: lane number << 32 | kind | index of the write. It is valid in bad completions too, which say little else.
+ * wr_id: stream number << 32 | kind | index of the write. It is valid in bad completions too, which say little else.
  * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are handled by
  * the rail's thread.
  */
-#ifndef BPS_RDMA_LANE_H
-#define BPS_RDMA_LANE_H
+#pragma once
 
 #include "futex.h"
 #include "hooks.h"
@@ -49,10 +48,10 @@ struct bps_failure { /* the first one; a flush gives way to its cause */
     int kind, code; /* BPS_FAILED_*; status of a completion, errno of a post, epoch of an arrival, IBV_EVENT_*,
                      * seconds of silence */
     uint32_t vendor_error, slot, round, nbytes, is_receive;
-    uint64_t at_ns; /* filled in by bps_lane_fail */
+    uint64_t at_ns; /* filled in by bps_rdma_fail */
 };
 
-struct bps_rdma_lane {
+struct bps_rdma_stream {
     struct bps_regions *regions; /* its rail's */
     struct bps_ibv_qp *qp;
     uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
@@ -74,48 +73,46 @@ struct bps_rdma_lane {
     struct bps_trace records;
 };
 
-/* Remember why, and say once that the peer is lost. Under the lane's lock. */
-static inline void bps_lane_fail(struct bps_rdma_lane *lane, struct bps_failure failure)
+/* Remember why, and say once that the peer is lost. Under the stream's lock. */
+static inline void bps_rdma_fail(struct bps_rdma_stream *stream, struct bps_failure failure)
 {
     int is_flush = failure.kind == BPS_FAILED_COMPLETION && failure.code == BPS_WC_WR_FLUSH_ERR;
-    int was_flush = lane->failure.kind == BPS_FAILED_COMPLETION && lane->failure.code == BPS_WC_WR_FLUSH_ERR;
-    if (lane->closing)
+    int was_flush = stream->failure.kind == BPS_FAILED_COMPLETION && stream->failure.code == BPS_WC_WR_FLUSH_ERR;
+    if (stream->closing)
         return;
     failure.at_ns = bps_now_ns();
-    if (lane->failure.kind == 0 || (was_flush && !is_flush))
-        lane->failure = failure;
-    lane->lost = 1;
-    __atomic_fetch_or(&lane->proof, BPS_PROOF_FAILED, __ATOMIC_SEQ_CST);
-    bps_wake(&lane->proof, INT_MAX);
-    if (lane->engine != NULL && !lane->told) {
-        lane->told = 1;
+    if (stream->failure.kind == 0 || (was_flush && !is_flush))
+        stream->failure = failure;
+    stream->lost = 1;
+    __atomic_fetch_or(&stream->proof, BPS_PROOF_FAILED, __ATOMIC_SEQ_CST);
+    bps_wake(&stream->proof, INT_MAX);
+    if (stream->engine != NULL && !stream->told) {
+        stream->told = 1;
         uint32_t code = failure.kind == BPS_FAILED_ARRIVAL ? EPROTO : EIO;
-        lane->notify(lane->engine, BPS_EVENT_LOST, lane->peer, 0, 0, code, 0);
+        stream->notify(stream->engine, BPS_EVENT_LOST, stream->peer, 0, 0, code, 0);
     }
 }
 
 /* Stop: no call of ours touches the queue pair after this, and a `prove` that waits gives up. */
-static inline void bps_lane_end(struct bps_rdma_lane *lane)
+static inline void bps_rdma_end(struct bps_rdma_stream *stream)
 {
-    pthread_mutex_lock(&lane->lock);
-    lane->closing = 1;
-    pthread_mutex_unlock(&lane->lock);
-    __atomic_fetch_or(&lane->proof, BPS_PROOF_FAILED, __ATOMIC_SEQ_CST);
-    bps_wake(&lane->proof, INT_MAX);
+    pthread_mutex_lock(&stream->lock);
+    stream->closing = 1;
+    pthread_mutex_unlock(&stream->lock);
+    __atomic_fetch_or(&stream->proof, BPS_PROOF_FAILED, __ATOMIC_SEQ_CST);
+    bps_wake(&stream->proof, INT_MAX);
 }
 
 /* Report to an engine from now on. What failed before is reported at once. */
-static inline void bps_lane_start(struct bps_rdma_lane *lane, uint32_t peer, void *engine, bps_arrived_fn arrived,
+static inline void bps_rdma_start(struct bps_rdma_stream *stream, uint32_t peer, void *engine, bps_arrived_fn arrived,
                                   bps_notify_fn notify)
 {
-    pthread_mutex_lock(&lane->lock);
-    lane->peer = peer;
-    lane->arrived = arrived;
-    lane->notify = notify;
-    lane->engine = engine;
-    if (lane->lost)
-        bps_lane_fail(lane, lane->failure);
-    pthread_mutex_unlock(&lane->lock);
+    pthread_mutex_lock(&stream->lock);
+    stream->peer = peer;
+    stream->arrived = arrived;
+    stream->notify = notify;
+    stream->engine = engine;
+    if (stream->lost)
+        bps_rdma_fail(stream, stream->failure);
+    pthread_mutex_unlock(&stream->lock);
 }
-
-#endif

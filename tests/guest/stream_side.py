@@ -1,4 +1,4 @@
-"""What suites of lanes share: one device with all that a lane needs, and two of them connected."""
+"""What suites of streams share: one device with all that a stream needs, and two of them connected."""
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +12,7 @@ import numpy as np
 from bpsfast.pyx import ring, verbs
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.rdma import Lane, Rail
+from bpsfast.pyx.rdma import Rail, Stream
 
 EPOCH = 5
 NBYTES = 1 << 16
@@ -22,7 +22,7 @@ MAX_RECEIVE = 16
 
 
 class Side:
-    """One device with a rail, one queue pair and its lane, an engine as the lane's mailbox, and registered memory."""
+    """One device with a rail, a queue pair and its stream, an engine as the stream's mailbox, and registered memory."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.signal_every = options.get("signal_every", 1)
@@ -33,7 +33,7 @@ class Side:
                                     max_inline=options.get("inline_nbytes", 0))
         self.pair.to_init(1)
         self.rail = Rail(self.queue.handle, keep=self.queue)
-        self.lane = Lane(self.rail, self.pair.handle, epoch=EPOCH, n_slots=N_SLOTS, max_send=MAX_SEND,
+        self.stream = Stream(self.rail, self.pair.handle, epoch=EPOCH, n_slots=N_SLOTS, max_send=MAX_SEND,
                          max_receive=MAX_RECEIVE, trace_capacity=100, keep=self.pair, **options)
         self.board, self.bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
         ring.format_board(self.board)
@@ -55,14 +55,14 @@ class Side:
         return self.pair.number, self.pair.psn, self.device.gid(1, 1)
 
     def start(self) -> None:
-        self.lane.start(peer=self.source, engine=self.engine.handle, arrived=self.engine.arrived_address,
+        self.stream.start(peer=self.source, engine=self.engine.handle, arrived=self.engine.arrived_address,
                         notify=self.engine.notify_address, keep=self.engine)
 
     def expect(self, slot: int, even: int, odd: int, nbytes: int = NBYTES, framed: bool = False) -> None:
         """Bind a slot at two offsets of the memory; the engine takes what arrives for a result."""
         self.engine.add_member(slot, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[self.source],
                                owner=self.source, partial=(0, 0, 0))
-        self.lane.bind(slot, self.region.address + even, self.region.address + odd, nbytes, framed)
+        self.stream.bind(slot, self.region.address + even, self.region.address + odd, nbytes, framed)
 
     def events(self, n: int) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []
@@ -74,7 +74,7 @@ class Side:
 
     def close(self) -> None:
         del self.bytes
-        self.lane.close()
+        self.stream.close()
         self.pair.close()
         self.rail.close()
         self.region.close()
@@ -89,7 +89,7 @@ class Side:
 
 @contextlib.contextmanager
 def connected(**options: int) -> Iterator[list[Side]]:
-    """Yield two sides whose queue pairs are connected, their lanes made with *options*; close them afterwards."""
+    """Yield two sides whose queue pairs are connected, their streams made with *options*; close them afterwards."""
     made = [Side(name, **options) for name in ("rxe0", "rxe1")]
     left, right = made
     left.connect(*right.place)
@@ -103,8 +103,8 @@ def prove(sides: list[Side]) -> list[Side]:
     """Let both sides write to each other, and start; return them."""
     left, right = sides
     with ThreadPoolExecutor(1) as executor:
-        other = executor.submit(right.lane.prove, 20)
-        assert left.lane.prove(20) and other.result()
+        other = executor.submit(right.stream.prove, 20)
+        assert left.stream.prove(20) and other.result()
     for side in sides:
         side.start()
     return sides
@@ -113,7 +113,7 @@ def prove(sides: list[Side]) -> list[Side]:
 def aim(sender: Side, receiver: Side, slot: int, even: int, odd: int, nbytes: int = NBYTES, framed: bool = False
         ) -> None:
     base = receiver.region.address
-    sender.lane.aim(slot, base + even, base + odd, nbytes, receiver.region.rkey, framed)
+    sender.stream.aim(slot, base + even, base + odd, nbytes, receiver.region.rkey, framed)
 
 
 def wait_for(read, value):
