@@ -108,7 +108,7 @@ class Machine:
         """Return the kernel's counters of this machine's link."""
         return netns.traffic(self.namespace, self._interface)
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Kill all processes on the machine, and remove it."""
         netns.remove(self.namespace)
         for process in self._processes:
@@ -161,7 +161,7 @@ class Cluster(Closing):
     def close(self) -> None:
         """Kill all processes on the machines, and remove the machines. Idempotent."""
         for machine in [*self.machines.values(), self.hub]:
-            machine.remove()
+            machine._remove()
 
     def calibrate(self, a: str, b: str, duration_s: float = 8.0) -> Calibration:
         """Measure the rates between machines *a* (forth: from *a*) and *b*, both directions at once.
