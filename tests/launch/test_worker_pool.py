@@ -87,4 +87,4 @@ def test_more_workers_are_started_where_fewest_are():
     worker_pool, _, facts = worker_pool_of("aab")
     found = worker_pool.commands(StartWorkers(3))
     assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
-    assert facts == [("started", 3), ("started", 4), ("started", 5)]
+    assert facts == [("started", 3, None), ("started", 4, None), ("started", 5, None)]
