@@ -136,11 +136,11 @@ cdef int _check(void *context) noexcept with gil:
 cdef class Channel:
     """A formatted channel in shared *memory*, as rank *me* of *n_ranks* uses it, for sums of at most *most_nbytes*.
 
-    All ranks make the same calls in the same order. Any thread, one call at a time. All calls return how they ended: `DONE`,
-    `TIMED_OUT` after *timeout_s* seconds, `ABORTED` or `NODE_DIED` if the job is over, `DIFFERENT` if another rank
-    makes another call, which *what*, a number, says together with the bytes. After anything but `DONE` the
-    destination is partly written and the channel of no use any more. A call that waits calls *look* about every tenth of a
-    second, if that is not None; what it raises, or a signal handler, ends the call.
+    All ranks make the same calls in the same order. Any thread, one call at a time. All calls return how they ended:
+    `DONE`, `TIMED_OUT` after *timeout_s* seconds, `ABORTED` or `NODE_DIED` if the job is over, or `DIFFERENT` if
+    another rank makes another call; the number *what* and the bytes say which call it is. After anything but `DONE`
+    the destination is partly written, and the channel cannot be used any more. A call that waits calls *look* about
+    every tenth of a second, if that is not None; an exception of it, or of a signal handler, ends the call.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ cdef class Channel:
         return self._end(&call, status)
 
     def all_gather(self, addresses, sizes, uintptr_t own, uint64_t what, double timeout_s, look=None):
-        """Copy *sizes[r]* bytes, at most `cell_nbytes`, at *own* of each rank r to *addresses[r]* of all; 0: not needed.
+        """Copy *sizes[r]* bytes, at most `cell_nbytes`, at *own* of each rank r to *addresses[r]* of all (0: to none).
 
         Raises as `all_reduce`.
         """

@@ -20,22 +20,10 @@ from libc.string cimport memcpy, memset
 
 from array import array as _array
 
-from pyx.core cimport (
-    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NO_PART, BPS_NOBODY, BPS_NOT_FROZEN, BPS_OTHER_ROUND,
-    BPS_OWNER_CHANGED, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_change_owner, bps_codec,
-    bps_core, bps_core_free, bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event,
-    bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap,
-    bps_give_up, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived,
-    bps_on_notify, bps_part, bps_part_free, bps_progress, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop,
-    bps_store_behind, bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing,
-    bps_table_put, bps_table_remove, bps_table_report, bps_table_retire, bps_was_told, bps_weight_store,
-)
-from pyx.words cimport (
-    BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
-    BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
-    bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
-    bps_wake, pthread_mutex_lock, pthread_mutex_unlock, trace_bytes,
-)
+from pyx.words cimport *
+
+
+include "core.pxi"
 
 
 EVENT_FORWARD, EVENT_RESULT = BPS_EVENT_FORWARD, BPS_EVENT_RESULT
@@ -242,7 +230,7 @@ cdef class Engine:
         Only while frozen (else ValueError).
         """
         _check_owner_change(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}",
-                   "elsewhere")
+                            "elsewhere")
 
     def detach(self, uint32_t source):
         """Close *source*, which is gone: ignore it, and send it nothing. Only while frozen (else ValueError)."""

@@ -18,14 +18,8 @@ from libc.stdlib cimport calloc, free
 
 import os
 
-from pyx.ibverbs cimport (
-    BPS_VERBS_LIBRARY, BPS_WR_RDMA_READ, BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, bps_ibv_cq,
-    bps_ibv_qp, bps_verbs_open,
-)
-from pyx.words cimport (
-    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, bps_add, bps_doorbell, bps_lane, bps_lane_capacity, bps_wait_awake, bps_load,
-    bps_now_ns, bps_store, bps_wait, bps_wake,
-)
+from pyx.ibverbs cimport *
+from pyx.words cimport *
 
 
 cdef extern from "perf.h" nogil:

@@ -13,15 +13,7 @@ from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
-from pyx.words cimport (
-    BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT,
-    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE, BPS_INTERRUPTED,
-    BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, BPS_WAIT,
-    bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
-    bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
-    bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked, bps_steps_next,
-    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init, trace_bytes,
-)
+from pyx.words cimport *
 
 
 #: What a wait ends with.

@@ -20,11 +20,7 @@ from libc.stdlib cimport calloc, free
 import os
 
 from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_unblock, bps_verbs_open
-from pyx.words cimport (
-    bps_arrived_fn, bps_load, bps_notify_fn, bps_now_ns, bps_start_thread, bps_store, bps_trace, bps_trace_open,
-    bps_wait, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock, pthread_t, trace_bytes,
-)
+from pyx.words cimport *
 
 
 cdef extern from "rail.h" nogil:

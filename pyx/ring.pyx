@@ -10,11 +10,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pyx.words cimport (
-    BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_LANE_HEADER, BPS_LANE_MAGIC,
-    BPS_MAX_PARTS, bps_await_doorbell, bps_board, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_lane_pop,
-    bps_counted, bps_lane_push, bps_load, bps_now_ns, bps_ring_doorbell,
-)
+from pyx.words cimport *
 
 
 #: Partitions a job can have: board words, and entries of a lane between nodes.

@@ -13,12 +13,7 @@ from libc.errno cimport EBADMSG
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from pyx.words cimport (
-    BPS_EVENT_DELIVERED, BPS_EVENT_LOST, BPS_FLAG_EMPTY, BPS_RECEIVE, BPS_WIRE, bps_add, bps_arrived_fn, bps_count,
-    bps_counted, bps_load, bps_notify_fn, bps_now_ns, bps_record_add, bps_start_thread, bps_store, bps_trace,
-    bps_trace_open, bps_wait, bps_wake, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock, pthread_t, trace_bytes,
-)
+from pyx.words cimport *
 
 
 cdef extern from "wire.h":

@@ -31,18 +31,7 @@ import errno as errnos
 import os
 import resource
 
-from pyx.ibverbs cimport (
-    BPS_ACCESS_LOCAL_WRITE, BPS_ACCESS_RELAXED_ORDERING, BPS_ACCESS_REMOTE_READ, BPS_ACCESS_REMOTE_WRITE,
-    BPS_QPS_ERR, BPS_QPS_INIT, BPS_QPS_RTR, BPS_QPS_RTS, BPS_QPT_RC, BPS_QP_ACCESS_FLAGS, BPS_QP_AV,
-    BPS_QP_DEST_QPN, BPS_QP_MAX_DEST_RD_ATOMIC, BPS_QP_MAX_QP_RD_ATOMIC, BPS_QP_MIN_RNR_TIMER, BPS_QP_PATH_MTU,
-    BPS_QP_PKEY_INDEX, BPS_QP_PORT, BPS_QP_RETRY_CNT, BPS_QP_RNR_RETRY, BPS_QP_RQ_PSN, BPS_QP_SQ_PSN, BPS_QP_STATE,
-    BPS_QP_TIMEOUT, BPS_SEND_INLINE, BPS_SEND_SIGNALED, BPS_VERBS_LIBRARY, BPS_WC_WITH_IMM, BPS_WR_RDMA_READ,
-    BPS_WR_RDMA_WRITE, BPS_WR_RDMA_WRITE_WITH_IMM, BPS_WR_SEND, BPS_WR_SEND_WITH_IMM, bps_await_fd,
-    bps_device_is_gone, bps_ibv_async_event, bps_ibv_comp_channel, bps_ibv_context, bps_ibv_cq, bps_ibv_device,
-    bps_ibv_device_attr, bps_ibv_gid, bps_ibv_mr, bps_ibv_pd, bps_ibv_port_attr, bps_ibv_qp, bps_ibv_qp_attr,
-    bps_ibv_qp_init_attr, bps_ibv_wc, bps_reg_dmabuf_mr, bps_reg_mr, bps_req_notify_cq,
-    bps_take_cq_event, bps_unblock, bps_verbs, bps_verbs_open, bps_wc_immediate,
-)
+from pyx.ibverbs cimport *
 from pyx.words cimport bps_now_ns
 
 

@@ -1,4 +1,4 @@
-"""Extern declarations of the shared-memory words: futex.h, lane.h, steps.h, board.h, record.h, hooks.h."""
+"""Words in shared memory, by `cimport *`: futex.h, lane.h, steps.h, board.h, record.h, hooks.h."""
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 

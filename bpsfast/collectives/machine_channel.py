@@ -37,8 +37,8 @@ class Load(NamedTuple):
 class MachineChannel:
     """The channel of *ranks*, members of one group on one machine, of which all open it. One call at a time.
 
-    The constructor waits until all of them have opened it, at most *timeout_s*. *declared*: the ranks that its memory is
-    declared for, as in `TensorSpec`. Raises as `TensorRegistry.unit`.
+    The constructor waits until all of them have opened it, at most *timeout_s*. *declared*: the ranks for which its
+    memory is declared, as in `TensorSpec`. Raises as `TensorRegistry.unit`.
     """
 
     def __init__(self, session: Session, name: str, ranks: Sequence[int], declared: tuple[int, ...], priority: int,
@@ -70,8 +70,8 @@ class MachineChannel:
 
         if not loads:
             return do(lambda left_s, look: channel.barrier(what, left_s, look))
-        if (len(loads) == len(self._ranks) and all(0 <= load.root and load.nbytes <= channel.cell_nbytes for load in loads)
-                and [self._place[load.root] for load in loads] == list(range(len(loads)))):
+        roots = [self._place[load.root] if load.root >= 0 else -1 for load in loads]
+        if roots == list(range(len(self._ranks))) and all(load.nbytes <= channel.cell_nbytes for load in loads):
             addresses, sizes = [load.destination for load in loads], [load.nbytes for load in loads]
             own = loads[self._me].source
             return do(lambda left_s, look: channel.all_gather(addresses, sizes, own, what, left_s, look))
@@ -87,8 +87,8 @@ class MachineChannel:
         if load.root < 0:
             divisor = len(self._ranks) if op == "avg" else 1
             kind = direct.DTYPES.index(dtype), direct.OPS.index("sum" if op == "avg" else op)
-            return lambda left_s, look: channel.all_reduce(load.destination, load.source, load.nbytes, *kind, divisor, what,
-                                                           left_s, look)
+            places = load.destination, load.source, load.nbytes
+            return lambda left_s, look: channel.all_reduce(*places, *kind, divisor, what, left_s, look)
         root = self._place[load.root]
         if root == self._me and load.destination and load.destination != load.source:
             copy(load.destination, load.source, load.nbytes)

@@ -42,12 +42,13 @@ class GuardedPort:
     raises `ClosedError` when the session is closed, or is another process's. *stall_query* asks which ranks are
     missing, and whether they can still come; *inspector* records long waits. *start_deferred* starts deferred pushes
     that can be, and returns whether some are left. *node_lost* returns what to raise when the node has ended and no
-    abort says why. *make_channel* opens the channel in some memory, for so many ranks, as one of them, for so many bytes.
+    abort says why. *make_channel* opens the channel in some memory: for so many ranks, as one of them, for so many
+    bytes.
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], stall_query: StallQuery,
-                 inspector: StallInspector, start_deferred: Callable[[], bool],
-                 node_lost: Callable[[], BpsError], make_channel: Callable[[mmap.mmap, int, int, int], Channel]) -> None:
+                 inspector: StallInspector, start_deferred: Callable[[], bool], node_lost: Callable[[], BpsError],
+                 make_channel: Callable[[mmap.mmap, int, int, int], Channel]) -> None:
         self._port = port
         self._make_channel = make_channel
         self._channels: list[Channel] = []

@@ -1,4 +1,4 @@
-"""Direct sums of processes that share memory: the bits of the reference, in every order of calls; copies; how waits end."""
+"""Direct sums of processes that share memory: the bits of the reference in random calls; copies; how waits end."""
 from __future__ import annotations
 
 import mmap
@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -32,7 +31,7 @@ def test_names_are_those_of_the_tables():
 
 
 class Ranks:
-    """Processes that share one channel. `run(function)` calls ``function(channel, me, n)`` in each; returns the exit codes."""
+    """Processes that share one channel. `run(function)` calls ``function(channel, me, n)`` in each."""
 
     def __init__(self, n: int, most_nbytes: int) -> None:
         self.n, self.most = n, most_nbytes
@@ -54,6 +53,7 @@ class Ranks:
         function(self.open(me), me, self.n)
 
     def run(self, function: Callable[[direct.Channel, int, int], None]) -> list[int | None]:
+        """Return the exit codes."""
         started = self.start(function)
         for each in started:
             each.join(60)

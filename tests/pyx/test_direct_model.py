@@ -1,8 +1,8 @@
-"""All interleavings of the protocols of `pyx/direct.h`, of 2 and 3 ranks: nothing is read before it is written, or after it was overwritten.
+"""All interleavings of the protocols of `pyx/direct.h`: no rank reads what is not written yet, or was overwritten.
 
-A rank's part of some calls is a list of steps: write a place, publish a word, wait for a word, read a place and find there
-what the protocol says. Every order of the steps of all ranks is walked through. Each rule of the protocol that is left
-out must be noticed: a model that finds nothing proves nothing.
+What a rank does in some calls is a list of steps: write a place, publish a word, wait for a word, or read a place and
+find there what the protocol promises. The test tries every order of the steps of two or three ranks. Without one of the
+rules of the protocol it must find a fault.
 """
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Rules(NamedTuple):
     waits_for_copies: bool = True
     waits_at_the_end: bool = True
     publishes_last: bool = True
+
+
+_KEPT = Rules()
 
 
 class Step(NamedTuple):
@@ -143,8 +146,8 @@ class Rank:
             self.wait("reduced", rank, number)
 
 
-def fault(n: int, calls: Sequence[tuple[object, ...]], rules: Rules = Rules()) -> str:
-    """Walk through all orders; return the first fault, "" if there is none."""
+def fault(n: int, calls: Sequence[tuple[object, ...]], rules: Rules = _KEPT) -> str:
+    """Try all orders; return the first fault, "" if there is none."""
     programs = []
     for me in range(n):
         rank = Rank(me, n, rules)

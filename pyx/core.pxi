@@ -1,8 +1,5 @@
-"""Extern declarations of the engine's core, header by header: from part.h to owner_change.h."""
+# Extern declarations of the engine's core for engine.pyx, header by header: from part.h to owner_change.h.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-
-from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
-
 
 cdef extern from "lag.h" nogil:
     struct bps_lag:
