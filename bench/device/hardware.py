@@ -33,7 +33,10 @@ class Hardware(Protocol):
     """
 
     name: str
-    device: Device  # for streams of our own, and plain copies
+
+    @property
+    def device(self) -> Device:
+        """The device, for separate streams and plain copies."""
 
     def array(self, n: int) -> Any:
         """Return an array of *n* zeros."""

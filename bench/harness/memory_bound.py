@@ -109,7 +109,7 @@ class RankMemory:
             reasons = ", ".join(f"rank {rank}: {os.strerror(each)}" for rank, each in enumerate(errors) if each)
             raise CapacityError(f"{n_mapped} of {self.size} ranks have mapped the {4 * n} bytes of rank 0 that the "
                                 f"bench shares; {reasons}")
-        self.lay_out(np.frombuffer(segment, np.float32))
+        self.lay_out(np.frombuffer(memoryview(segment), np.float32))
 
     def lay_out(self, shared: Array) -> None:
         """Use *shared*, which is large enough for the rows so far."""

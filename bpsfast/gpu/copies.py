@@ -251,8 +251,7 @@ class CopyToHost(DeviceCopy):
         self._readers = deque(readers)
 
     def is_ready(self, pending: set[Hashable]) -> bool:
-        """Return whether copies that are enqueued now begin at once; add origins of events that are not to *pending*.
-        """
+        """Return whether copies enqueued now would begin at once; *pending* collects origins of unreached events."""
         while self._after:
             origin = self._after[0].origin
             if origin in pending:

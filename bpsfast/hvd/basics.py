@@ -6,6 +6,7 @@ from typing import Any
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer.session import Session
 from . import runtime
+from .errors import NotInitializedError
 from .runtime import begin_sets
 
 __all__ = [
@@ -125,9 +126,16 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    runtime.current().start_timeline(str(file_path))
+    _begun().start_timeline(str(file_path))
 
 
 def stop_timeline() -> None:
     """End the timeline."""
-    runtime.current().stop_timeline()
+    _begun().stop_timeline()
+
+
+def _begun() -> runtime.Runtime:
+    """Return what `init` has begun; raises `NotInitializedError`, also after `shutdown`."""
+    if not runtime.is_begun():
+        raise NotInitializedError
+    return runtime.current()

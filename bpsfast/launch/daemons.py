@@ -288,10 +288,10 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
     threading.Thread(target=wait_and_end, name="bpsfast-starter", daemon=True).start()
 
 
-def tie_to_parent(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
-    """Return *argv* wrapped so that its process gets signal *number* when this process dies (`die_with_parent`)."""
+def tie_to_parent(argv: Sequence[str]) -> list[str]:
+    """Return *argv* wrapped so that its process is killed when this process dies (`die_with_parent`)."""
     program = str(Path(__file__).with_name("die_with_parent.py"))
-    return [sys.executable, "-S", "-E", program, process_identity.mark(), str(int(number)), *argv]
+    return [sys.executable, "-S", "-E", program, process_identity.mark(), str(int(signal.SIGKILL)), *argv]
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -59,7 +59,7 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
         here = msgspec.structs.replace(common, node_id=f"{name} of {coordinator}",
                                        node_host=common.node_host or _LOOPBACK)
         command = Command("", Kind.RANK, tuple(program), {**base, **environment(here)})
-        workers += [worker(len(workers) + i, command, {}) for i in range(n_local)]
+        workers += [worker(len(workers) + i, command) for i in range(n_local)]
     return workers
 
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -302,10 +302,9 @@ class ElasticService:
             self._server.tell(message, but=self._server.present - {member})  # type: ignore[arg-type]
 
 
-def worker(member: int, command: Command, environ: Mapping[str, str]) -> Command:
-    """Return *command* as that of worker *member*, with *environ* beside its own variables."""
-    return msgspec.structs.replace(command, name=f"worker {member}",
-                                   environ={**command.environ, **environ, _MEMBER: str(member)})
+def worker(member: int, command: Command) -> Command:
+    """Return *command* as that of worker *member*."""
+    return msgspec.structs.replace(command, name=f"worker {member}", environ={**command.environ, _MEMBER: str(member)})
 
 
 def member_of(command: Command) -> int:
@@ -359,7 +358,7 @@ class WorkerPool:
     def _another(self, like: Command, instead_of: int | None = None) -> Command:
         """Return the command of a new worker, and note that it runs."""
         member, self._next = self._next, self._next + 1
-        self._commands[member] = worker(member, like, {})
+        self._commands[member] = worker(member, like)
         self._running.add(member)
         self._service.started(member, instead_of)
         return self._commands[member]

@@ -143,19 +143,17 @@ def dry_run(shape: JobShape, program: Sequence[str], settings: Settings, show: C
         show(" ".join([*variables, shlex.join(command.argv)]))
 
 
-def dmlc(program: Sequence[str], settings: Settings, run_node: Callable[[Settings], int],
-         environ: Mapping[str, str] | None = None) -> int:
+def dmlc(program: Sequence[str], settings: Settings, run_node: Callable[[Settings], int]) -> int:
     """Act by ``DMLC_ROLE`` as bpslaunch did: scheduler, server (the machine's node or a helper), or ranks.
 
     Returns the exit code. In a job on one machine (`environments.is_local_byteps_job`) scheduler and server do nothing.
     """
-    environ = os.environ if environ is None else environ
-    role = environ.get("DMLC_ROLE", "")
+    role = os.environ.get("DMLC_ROLE", "")
     if role == "worker":
-        return _dmlc_worker(program, settings, environ)
+        return _dmlc_worker(program, settings, os.environ)
     if role not in ("scheduler", "server"):
         raise ConfigError(f"DMLC_ROLE = {role!r}: expected scheduler, server or worker")
-    role_here = roles.detect(settings, environ)
+    role_here = roles.detect(settings)
     if not role_here.job_key:
         print(f"bpsfast: a job on one machine needs no {role}: nothing to do", file=sys.stderr)
         return 0

@@ -117,8 +117,8 @@ def take(facts: Facts) -> Inventory:
         transports=(_shm(facts), _tcp(facts), _rdma(facts), _encryption()), verbs=_verbs(facts),
         devices=_devices(facts),
         frameworks=tuple(_framework(*row) for row in _FRAMEWORKS),
-        packages=tuple(_package(name, what) for name, what in _PACKAGES.items()), gpus=_gpus(facts),
-        limits=_limits(facts))
+        packages=tuple(Part(name, bool(installed(name)), installed(name), what) for name, what in _PACKAGES.items()),
+        gpus=_gpus(facts), limits=_limits(facts))
 
 
 def installed(name: str) -> str:
@@ -232,22 +232,13 @@ def _framework(name: str, distributions: tuple[str, ...], module: str, needs: tu
     if not found:
         return Part(name, False, "", "not installed")
     found = found.removeprefix(f"{name} ")
-    if not _is_ours(module):
+    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])  # importing it might import the framework
+    if not place.is_dir() and not place.with_suffix(".py").is_file():
         return Part(name, False, found, f"this version of bpsfast lacks {module}")
     missing = [each for each in needs if not installed(each)]
     if missing:
         return Part(name, False, found, f"{module} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     return Part(name, True, f"{found} by {module}")
-
-
-def _is_ours(module: str) -> bool:
-    """Tell whether bpsfast has *module*, without importing it, which might import the framework."""
-    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
-    return place.is_dir() or place.with_suffix(".py").is_file()
-
-
-def _package(name: str, what: str) -> Part:
-    return Part(name, bool(installed(name)), installed(name), what)
 
 
 def _gpus(facts: Facts) -> tuple[Part, ...]:

@@ -199,8 +199,6 @@ class Redactor:
             return [self.data(value, addresses) for value in data]
         return self.text(data, addresses) if isinstance(data, str) else data
 
-    # -- kinds ---------------------------------------------------------------------------------------------
-
     def _without_secrets(self, text: str) -> str:
         for secret in self._secrets:
             n_found = text.count(secret)
@@ -258,8 +256,6 @@ class Redactor:
                 pattern = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])")
                 text = self._replaced(pattern, "users", text, lambda found, name=stand_in: name)
         return text
-
-    # -- placeholders --------------------------------------------------------------------------------------
 
     def _user(self, name: str) -> str:
         if re.fullmatch(r"user-\d+", name):

@@ -41,7 +41,7 @@ class PartitionedUnit(Protocol):
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
-    """Return a descriptor for each partition of *unit*, with inputs at *places* in *region*, no source and no size."""
+    """Return a descriptor for each partition of *unit*, with inputs at *places* in *region*; no source or size yet."""
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
     chunks["offset"] = places + np.uint64(region.offset)

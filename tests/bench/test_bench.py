@@ -1,4 +1,4 @@
-"""The benches count right and write what they promise. No test asserts a time."""
+"""The benches count correctly and write complete records. No test asserts a time."""
 from __future__ import annotations
 
 import dataclasses
@@ -94,8 +94,8 @@ def test_a_record_says_what_was_possible_in_each_turn(row):
     row.handover_ns = [40, 40, 190]
     measured = table.record("by size", row, 2, 1, bounds)["measured"]
     assert measured["bounds"] == ["memory of numpy"] * 2
-    assert measured["bound_s"] == [0.002, None, 0.001]  # where the cores were as they were in the row's turn
-    assert measured["efficiency"] == pytest.approx((0.002 / 0.004 + 0.001 / 0.1) / 2)  # and of the same turns
+    assert measured["bound_s"] == [0.002, None, 0.001]  # only turns with the row's distance of cores
+    assert measured["efficiency"] == pytest.approx((0.002 / 0.004 + 0.001 / 0.1) / 2)  # of the same turns
     row.handover_ns = [0, 0, 0]
     assert table.record("by size", row, 2, 1, bounds)["measured"]["bound_s"] == [0.002, 0.0015, 0.001]
     row.handover_ns = [190, 40, 40]
@@ -137,7 +137,7 @@ def test_a_timer_checks_once_and_times_every_operation():
 
 
 def test_what_a_check_takes_is_in_no_turn():
-    """Turns of the largest arrays have two operations: a check would be most of the CPU time of the first one."""
+    """Turns of the largest arrays have two operations, so a check would dominate the CPU time of the first one."""
     calls = []
 
     class Noted(NamedGroup):
@@ -193,7 +193,7 @@ def test_python_time_is_per_partition():
 
 @pytest.mark.parametrize(("large_s", "n_turns"), [([2.2] * 3, 3), ([4.0] * 9, 9), ([4.0, 2.0, 4.0, *[2.0] * 6], 9)])
 def test_there_are_more_rounds_if_a_cliff_is_not_certain(large_s, n_turns):
-    """Of all rows, and once: three rounds make nothing certain."""
+    """More rounds of all rows, but only once; three rounds make nothing certain."""
 
     class Known(NamedGroup):
         def __init__(self, name):

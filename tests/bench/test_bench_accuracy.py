@@ -1,4 +1,4 @@
-"""bench accuracy: the task is learned, gradients are those of the loss, the table says what is kept, a small run."""
+"""bench accuracy: the task can be learned, gradients match the loss, the table, and a small run."""
 from __future__ import annotations
 
 import json

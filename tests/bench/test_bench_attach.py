@@ -1,4 +1,4 @@
-"""bench --attach: a real job's numbers are those it made, refusals say what to do."""
+"""bench --attach: the numbers of a real job are right, and error messages are helpful."""
 from __future__ import annotations
 
 import json
@@ -26,7 +26,7 @@ def train():
 
 @pytest.fixture
 def port():
-    """A port with a free one behind it."""
+    """A free port whose next port is free, too."""
     for _ in range(100):
         with daemons.reserve_port("127.0.0.1") as first, socket.socket() as second:
             number = first.getsockname()[1]

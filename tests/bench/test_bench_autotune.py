@@ -1,4 +1,4 @@
-"""bench autotune: what is refused, and what the report says. Its runs are its own tests: weights must agree."""
+"""bench autotune: refused options and the report. Its runs test themselves: weights must agree."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Cliffs of curves over sizes: turn by turn, beside the possible, with an interval."""
+"""Cliffs of curves over sizes: turn by turn, relative to the bound, with an interval."""
 from __future__ import annotations
 
 import pytest
@@ -40,7 +40,7 @@ def test_a_cliff_is_certain_if_it_stays_one_however_turns_are_drawn():
     [goodput, p99] = cliffs.cliffs(cliffs.curves(two_ways))
     assert goodput.is_ours and not goodput.is_certain and (goodput.low, goodput.high) == (0.5, 1.0)
     assert str(goodput).endswith("goodput is 0.50 (0.50 to 1.00) times as good at 2000 B as at 1000 B")
-    assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # the same draws each time
+    assert str(cliffs.cliffs(cliffs.curves(two_ways))) == str([goodput, p99])  # deterministic
 
 
 def test_few_turns_make_no_cliff_certain():
@@ -69,7 +69,7 @@ def test_a_turn_whose_cpu_time_is_not_known_hides_no_cliff():
 
 def test_percentiles_of_as_many_samples_are_compared():
     def at(nbytes, n, worst_s):
-        """Nine turns of *n* samples, every fourth of which is slow."""
+        """Return nine turns of *n* samples, of which every fourth is slow."""
         row = record(nbytes, 1e-6 * nbytes, samples_s=[*[1e-6 * nbytes] * 3, worst_s] * (9 * n // 4))
         row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = n, [1e-9 * nbytes] * 9
         return row
@@ -85,16 +85,16 @@ def test_a_cliff_of_the_possible_is_not_ours():
     def at(bound, median_s):
         return [record(1000, 1.0, bound=1e4), record(2000, median_s, bound=bound)]
 
-    [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both half as good per byte
+    [goodput, p99, cpu] = cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=4.0)))  # both twice as slow per byte
     assert goodput.share == goodput.possible == 0.5 and not (goodput.is_ours or p99.is_ours or cpu.is_ours)
     assert str(goodput).endswith("is 0.50 times as good at 2000 B as at 1000 B, the possible 0.50 times: 1.00 of it")
     assert all(step.is_ours for step in cliffs.cliffs(cliffs.curves(at(bound=5e3, median_s=5.1))))
-    [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # what is possible rises
+    [step, *_] = cliffs.cliffs(cliffs.curves(at(bound=4e4, median_s=2.6)))  # the bound improves
     assert step.possible == 1 and step.is_ours and str(step).endswith("as at 1000 B")
 
 
 def test_turns_of_one_round_are_compared():
-    """A machine that was half as fast for some rounds is that at both sizes, in each of these."""
+    """A machine that is half as fast in some rounds is so at both sizes."""
     slow = [1.0, 2.0] * 4
     assert cliffs.cliffs(cliffs.curves([turns(1000, *slow), turns(2000, *(2.2 * each for each in slow))])) == []
     steps = cliffs.cliffs(cliffs.curves([turns(1000, *slow), turns(2000, *(4 * each for each in slow))]))
@@ -117,13 +117,13 @@ def test_a_possible_that_falls_in_some_rounds_makes_a_cliff_uncertain():
     steps = cliffs.cliffs(cliffs.curves([before, after]))
     assert [(step.possible, step.is_ours, step.is_certain) for step in steps] == [(1.0, True, False)] * 2
     assert all((step.low, step.high) == (pytest.approx(2 / 3), pytest.approx(4 / 3)) for step in steps)
-    after["measured"]["bound_s"] = [0.8] * 9  # faster than what it grew by: no reason to be better
+    after["measured"]["bound_s"] = [0.8] * 9  # the bound improves by more than the size grows: no excuse
     assert all(step.possible == 1 and step.low == pytest.approx(2 / 3)
                for step in cliffs.cliffs(cliffs.curves([before, after])))
 
 
 def test_the_possible_of_p99_is_its_rows_p99():
-    """What is slow now and then in memory's own row is so in ours."""
+    """Samples that are slow in the memory row may be slow in ours."""
     def at(nbytes, worst_s, operation, **measured):
         row = record(nbytes, 1e-6 * nbytes, operation, samples_s=[*[1e-6 * nbytes] * 3, worst_s] * 9, **measured)
         row["chosen"]["n_per_round"], row["measured"]["cpu_s"] = 4, [1e-9 * nbytes] * 9
@@ -141,7 +141,7 @@ def test_the_possible_of_p99_is_its_rows_p99():
         row["measured"]["cpu_s"] = 2 * row["measured"]["cpu_s"]
     assert cliffs.cliffs(cliffs.curves([*ours, *memory])) == [p99]
     for row in ours:
-        row["measured"]["bound_s"] = [None] * 9  # the cores were moved before each of its turns
+        row["measured"]["bound_s"] = [None] * 9  # cores were moved before each turn
     assert [step.possible for step in cliffs.cliffs(cliffs.curves([*ours, *memory]))] == [1.0]
 
 
@@ -160,7 +160,7 @@ def test_turns_between_which_the_cpus_were_moved_are_left_out():
     assert cliffs.cliffs(cliffs.curves([before, after])) == []
     before["measured"]["handover_ns"] = [190.0] * 5 + [40.0] * 4
     assert cliffs.cliffs(cliffs.curves([before, after]))
-    after["measured"]["handover_ns"] = [0.0] * 9  # nobody knows
+    after["measured"]["handover_ns"] = [0.0] * 9  # unknown
     assert cliffs.cliffs(cliffs.curves([before, after]))
     after["measured"]["handover_ns"] = [190.0] * 2 + [40.0] * 3 + [190.0] * 4  # two pairs are left
     assert all(step.high == float("inf") for step in cliffs.cliffs(cliffs.curves([before, after])))

@@ -1,4 +1,4 @@
-"""bench codecs: what it counts as wrong, its table, and a short run on this machine."""
+"""bench codecs: counts of wrong values, the table, and a short run on this machine."""
 from __future__ import annotations
 
 import json

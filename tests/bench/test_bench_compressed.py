@@ -1,4 +1,4 @@
-"""bench compressed: what is refused, its figures and bars, and one small step on real packets."""
+"""bench compressed: refused options, figures and bars, and one small step on real packets."""
 from __future__ import annotations
 
 import json
@@ -34,7 +34,7 @@ def test_without_namespaces_it_says_what_is_missing(monkeypatch):
 
 
 def found(times_s, n_wrong=0):
-    """Steps of *times_s* by label; what travels is a tenth of the time, in MB."""
+    """Return steps of *times_s* by label; the bytes sent are a tenth of the time, in MB."""
     made = Found(catalog.load("resnet18"), 2, 0.1, 12.5e6, 5e10)
     for label, time_s in times_s.items():
         made.rows.append(Row(NamedGroup("bpsfast"), "step", made.model.nbytes, label=label, n_wrong=n_wrong,

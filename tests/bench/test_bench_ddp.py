@@ -1,4 +1,4 @@
-"""bench ddp: its collectives' results, what is refused and reported, and one small run. No test asserts a time."""
+"""bench ddp: results of its collectives, refused options, the report, and one small run. No test asserts a time."""
 from __future__ import annotations
 
 import json

@@ -1,6 +1,4 @@
-"""bench device: what profiles, traces and samples are taken for, and all of it on the host device. No test asserts a
-time.
-"""
+"""bench device: evaluation of profiles, traces and samples, and a run on the host device. No test asserts a time."""
 from __future__ import annotations
 
 import json
@@ -20,12 +18,12 @@ def event(name, category, tid, ts, dur=1.0):
 
 
 def profile(*more, control="cudaDeviceSynchronize"):
-    """Events of a backward pass from 100 to 200 whose hooks run in a thread of autograd's."""
+    """Return events of a backward pass from 100 to 200 whose hooks run in autograd's thread."""
     events = [event(profiled.BACKWARD, "user_annotation", MAIN, 100, 100),
               event(profiled.BACKWARD, "gpu_user_annotation", 7, 100, 300),
               event(profiled.HOOK, "user_annotation", AUTOGRAD, 150),
               event("cudaEventRecord", "cuda_runtime", AUTOGRAD, 151, 3.0),
-              event("cudaEventSynchronize", "cuda_runtime", LINE, 160, 50),  # a line's thread may wait
+              event("cudaEventSynchronize", "cuda_runtime", LINE, 160, 50),  # the thread of a line may wait
               event("cudaStreamSynchronize", "cuda_runtime", MAIN, 250),  # the program itself, after backward
               event(profiled.CONTROL, "user_annotation", MAIN, 300, 10), {"ph": "M", "name": "process_name"}]
     return [*events, event(control, "cuda_runtime", MAIN, 301), *more]

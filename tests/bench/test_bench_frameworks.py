@@ -31,7 +31,7 @@ def test_a_job_that_fails_is_an_error_in_words(monkeypatch):
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("BPSFAST_TRANSPORT", "nope")  # a setting of the user's is none of the measured job's
+    monkeypatch.setenv("BPSFAST_TRANSPORT", "nope")  # the measured job ignores settings of the user
     path = tmp_path / "frameworks.jsonl"
     records = frameworks.run({"quick": True, "json_path": str(path)})
     assert [json.loads(line) for line in path.read_text().splitlines()] == records

@@ -1,4 +1,4 @@
-"""The coordinator's end of a contestant: answers by rank, and the first failure, whoever is still waited for."""
+"""The coordinator of a contestant: answers by rank, and the first failure, even before other answers."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from bpsfast.orchestration.errors import PeerLostError, StallError
 
 @pytest.fixture
 def asked():
-    """Return a group of two whose processes are ends of pipes, and these ends."""
+    """Return a group of two whose processes are pipes, and the other ends of these pipes."""
     ours, theirs = zip(*(Pipe() for _ in range(2)))
     group = Group.__new__(Group)
     group.name, group.size, group._processes, group._connections = "ours", 2, [], list(ours)

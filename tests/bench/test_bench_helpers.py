@@ -1,4 +1,4 @@
-"""bench helpers: bits that differ, pauses that are too long and trainings in which nothing happened are found."""
+"""bench helpers finds different bits, long pauses, and trainings without any change of helpers."""
 from __future__ import annotations
 
 import itertools
@@ -13,7 +13,7 @@ N_STEPS = 60
 
 
 def training(*, long_s=0.0, digest="d", lost=1, joined=2, lost_at_s=0.0, started_at_s=0.0):
-    """A training whose step 30 takes *long_s* more than the others."""
+    """Return a training whose step 30 takes *long_s* longer than the others."""
     at_s = list(itertools.accumulate([STEP_S + (long_s if step == 30 else 0.0) for step in range(N_STEPS)]))
     ends = [{"digest": digest, "lost": lost, "joined": joined}] * 3
     return Training(at_s, ends, lost_at_s, started_at_s)
@@ -40,7 +40,7 @@ def test_a_verdict_says_what_is_wrong(calm, other, words):
 
 def test_a_short_one_is_run_and_written_down(tmp_path):
     path = tmp_path / "helpers.jsonl"
-    run({"steps": 60, "size_mb": 0.5, "placement": "ps", "json_path": str(path)})  # how long it paused is the machine's
+    run({"steps": 60, "size_mb": 0.5, "placement": "ps", "json_path": str(path)})  # pauses depend on the machine
     machine, verdict, calm, other = [json.loads(line) for line in path.read_text().splitlines()]
     assert "machine" in machine and not [words for words in verdict["troubles"] if "took" not in words]
     assert len({end["digest"] for end in (*calm["ends"], *other["ends"])}) == 1

@@ -1,4 +1,4 @@
-"""Memory bound: how often bytes go through memory, and that its sums and exchanges move all of them."""
+"""Memory bound: how often bytes pass memory, and that its sums and exchanges move all of them."""
 from __future__ import annotations
 
 import errno
@@ -23,7 +23,7 @@ def test_streams():
 @pytest.fixture
 def memories():
     def make(size, kind, nbytes, past):
-        """Return the memory of *size* ranks, as if each were in a process of its own, and their operations."""
+        """Return the memory of *size* ranks, as if each had a separate process, and their operations."""
         ranks = [memory_bound.RankMemory(rank, size) for rank in range(size)]
         found = [kind(each, nbytes, past) for each in ranks]
         assert len({each.n_shared for each in found}) == 1
@@ -65,7 +65,7 @@ def test_all_of_what_is_private_goes_through_shared_memory(memories, nbytes, pas
         for parity in (0, 1):
             for rank, (each, exchange) in enumerate(zip(ranks, exchanges)):
                 each.private[:] = values if rank == 0 else 0
-                exchange.run()  # one after the other: only a rank's own share is what it has to be
+                exchange.run()  # one after another, so only a rank's own share is right
             for rank, exchange in enumerate(exchanges):
                 result = exchange.result(parity)
                 for begin in range(0, values.size, CACHED_NBYTES // 4):
@@ -92,7 +92,7 @@ def test_what_is_stored_last_goes_past_the_caches_if_asked(memories, monkeypatch
 def test_operations_go_to_where_memory_has_moved():
     ranks = [memory_bound.RankMemory(0, 1)]
     sums, exchange = memory_bound.Sums(ranks[0], 4096, False), memory_bound.StagedSums(ranks[0], 4096, False)
-    for value in (1.0, 2.0):  # each time in other memory
+    for value in (1.0, 2.0):  # each turn uses other memory
         ranks[0].private = np.full(1024, value, np.float32)
         ranks[0].lay_out(np.zeros(exchange.n_shared, np.float32))
         exchange.run()

@@ -1,4 +1,4 @@
-"""bench model: sizes of the models, arithmetic of speeds, data, what is refused, small runs. None asserts a time."""
+"""bench model: sizes of models, arithmetic of speeds, data, refused options, small runs. None asserts a time."""
 from __future__ import annotations
 
 import json
@@ -23,7 +23,7 @@ from bpsfast.bench.training.models import MODELS, Shape, shape_of  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 from bpsfast.tools.planner import catalog  # noqa: E402
 
-#: torchvision's, transformers' (BertForPreTraining, GPT2LMHeadModel), and what bpsfast/models count from the sources.
+#: Parameters in torchvision, transformers (BertForPreTraining, GPT2LMHeadModel), and in the planner's catalog.
 PUBLISHED = {"resnet50": 25_557_032, "vgg16": 138_357_544, "bert-large": 336_226_108, "gpt2": 124_439_808,
              "transformer": 61_362_176, "ugatit": 670_761_088}
 
@@ -33,7 +33,7 @@ def test_full_models_have_the_published_number_of_parameters(name: str) -> None:
     with torch.device("meta"):
         parameters = list(shape_of(name, "full").make().parameters())
     assert sum(parameter.numel() for parameter in parameters) == PUBLISHED[name]
-    if name in ("resnet50", "vgg16", "ugatit"):  # elsewhere query, key and value may lie in one
+    if name in ("resnet50", "vgg16", "ugatit"):  # in other models query, key and value may be one tensor
         assert sorted(parameter.numel() for parameter in parameters) == sorted(catalog.n_elements(name))
 
 
@@ -119,7 +119,7 @@ def test_ranks_take_turns_in_an_npz_file_of_images(tmp_path: Path) -> None:
     for rank in (0, 1):
         batches = samples.real(path, IMAGES, 2, rank, 2, "cpu")
         taken = [next(batches) for _ in range(3)]
-        own = [rank, rank + 2, rank + 4]  # the seventh would leave a rank without
+        own = [rank, rank + 2, rank + 4]  # a seventh would leave one rank without any
         expected = [own[at % 3] for at in range(6)]
         assert torch.cat([labels for _, labels in taken]).tolist() == [index % 3 for index in expected]
         images = torch.cat([images for images, _ in taken])

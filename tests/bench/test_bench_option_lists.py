@@ -1,4 +1,4 @@
-"""Lists of names that options of benches take."""
+"""Lists of names in options of benches."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""bench overhead: what is refused, the table, and one short run of the real program."""
+"""bench overhead: refused options, the table, and one short run of the real program."""
 from __future__ import annotations
 
 import sys

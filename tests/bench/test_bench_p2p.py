@@ -1,4 +1,4 @@
-"""bench post: what is refused, and a small run that writes what it measured."""
+"""bench post: refused options, and a small run that writes its measurements."""
 from __future__ import annotations
 
 import json

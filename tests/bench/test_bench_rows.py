@@ -1,4 +1,4 @@
-"""bench rows: what is refused and reported, and one small run between two nodes."""
+"""bench rows: refused options, the report, and one small run between two nodes."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""bench saturation: what is refused, and a curve of two sizes whose bytes on the wire are those that must cross it."""
+"""bench saturation: refused options, and a curve of two sizes with the expected bytes on the wire."""
 from __future__ import annotations
 
 import json
@@ -50,7 +50,7 @@ def test_a_curve_says_what_went_over_the_wire_and_who_burnt_what(tmp_path, capsy
     for record in records:
         nbytes, measured = record["chosen"]["nbytes"], record["measured"]
         assert record["section"] == "by size" and measured["n_wrong"] == 0
-        # of two nodes each sends the other's half as a partial, and its own half as the result
+        # each of two nodes sends the other's half as a partial, and its own half as the result
         assert measured["sent_nbytes"] == pytest.approx(nbytes, rel=0.05)
         assert measured["received_nbytes"] == pytest.approx(nbytes, rel=0.05)
         assert measured["cpu_s_by_role"]["rank"] > 0 and measured["cpu_s_by_role"]["node"] > 0

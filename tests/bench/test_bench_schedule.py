@@ -1,4 +1,4 @@
-"""bench schedule: the timed network, what is refused and reported, and one small run on real packets."""
+"""bench schedule: the timed network, refused options, the report, and one small run on real packets."""
 from __future__ import annotations
 
 import time

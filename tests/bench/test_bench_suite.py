@@ -1,4 +1,4 @@
-"""bench suite: verdicts say what figures mean, one report of benches that run, cannot, and fail."""
+"""bench suite: verdicts for figures, and one report of benches that run, cannot run, and fail."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""bench summation: vectors and stores past the caches in compiled code, its updates' values, its model, a short run."""
+"""bench summation: vectors and non-temporal stores in compiled code, values of updates, the model, a short run."""
 from __future__ import annotations
 
 import json
@@ -66,7 +66,7 @@ def test_updates_are_those_of_the_books(name):
 
 @pytest.fixture
 def rows():
-    """Two cores: a core takes in a partition each second for each unit of traffic; two are no faster together."""
+    """Return rows of two cores: a core processes a partition per second and unit of traffic; two are not faster."""
     found = operations.rows(4, 1, operations.SUM_DTYPES) + operations.rows(4, 2, operations.SUM_DTYPES)
     for row in found:
         row.cpu_s = [float(row.n_streams)]

@@ -27,7 +27,7 @@ def row(way: str, step_s: float) -> dict[str, Any]:
 @pytest.fixture
 def records() -> list[dict[str, Any]]:
     bars = [simulated.Bar("vgg16", part.name, 0.5 - place / 20, 0.25) for place, part in enumerate(simulated.PARTS)]
-    rows = [row(way, step_s) for way, step_s in reversed(SAMPLES_S.items())]  # whatever order they come in
+    rows = [row(way, step_s) for way, step_s in reversed(SAMPLES_S.items())]  # in any order
     return [*breakdown.on_packets(rows), *breakdown.on_gpus(bars)]
 
 
@@ -61,7 +61,7 @@ def test_what_is_missing_is_said_before_anything_is_written(tmp_path: Path, monk
 
 
 def test_what_an_optimal_split_puts_on_a_card() -> None:
-    # of n = 8 and k = 4 a machine that trains owns 4/88 of all sums, by the formula of section 4.1
+    # with n = 8 and k = 4 a training machine owns 4/88 of all sums, by the formula of section 4.1
     assert simulated.traffic(8, 4).service == pytest.approx(6 * 4 / 88)
     assert simulated.traffic(8, 8).service == 0 and simulated.traffic(8, 0).service == pytest.approx(6 / 8)
 

@@ -1,4 +1,4 @@
-"""Trials of chaos: drawn from seeds, judged by an oracle that notices what must not be."""
+"""Trials of chaos: drawn from seeds, and judged by an oracle that detects errors."""
 from __future__ import annotations
 
 import json
@@ -36,7 +36,7 @@ def scenario(kind, *faults):
 
 
 def whole(n_steps=1 + N_STEPS_AFTER, **fields):
-    """The history of a rank that has seen the right sums."""
+    """Return the history of a rank with the right sums."""
     steps = {step: [expected(MACHINES, step, i) for i in range(len(names(step)))] for step in range(n_steps)}
     return RankHistory(**{"steps": steps, "end": "ok", **fields})
 

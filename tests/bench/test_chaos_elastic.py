@@ -1,4 +1,4 @@
-"""Trials of elastic jobs: what their oracle notices, and a real one of each policy."""
+"""Trials of elastic jobs: errors that their oracle detects, and a real trial of each policy."""
 from __future__ import annotations
 
 import copy
@@ -20,7 +20,7 @@ def scenario(policy, *faults):
 
 
 def history(*made, nodes=NODES, end="ok"):
-    """Of a worker that has made steps: (job, step); its weights are those of the last time each."""
+    """Return the history of a worker that made the steps (job, step); weights are those of the last time of each."""
     sums = {(job, step): [expected(machines_of(nodes[job]), step, i) for i in range(len(SIZES))] for job, step in made}
     weights = np.zeros(SIZES[KEPT] // 4, np.float32)
     for step, job in {step: job for job, step in made}.items():

@@ -1,4 +1,4 @@
-"""The numbers of READMEs are those of their result files; what is measured anew is written where it stands."""
+"""The numbers of READMEs are those of their result files; new results are written into them."""
 from __future__ import annotations
 
 import re
@@ -15,7 +15,7 @@ from bpsfast.orchestration.errors import ConfigError
 
 PAGES = {page: (ROOT / page).read_text() for page in CLAIMS}
 README = PAGES["README.md"]
-#: What the measured things were, not what came out.
+#: Inputs of the measurements, not results.
 CONDITIONS = {"two", "VGG-16", "161", "64 MB", "256 GPUs", "4", "2", "1 %", "0"}
 
 

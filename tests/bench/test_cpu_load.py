@@ -1,4 +1,4 @@
-"""Processes that only burn time: as many as were asked for, busy, and gone afterwards."""
+"""Processes that burn CPU time: the requested number, busy, and gone afterwards."""
 from __future__ import annotations
 
 import os

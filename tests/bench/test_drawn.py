@@ -1,4 +1,4 @@
-"""Plots of results that are there."""
+"""Plots of existing results."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""make expr1: tables and plot from the records of bench optimum, beside the paper's figure."""
+"""make expr1: tables and plot from the records of bench optimum, compared with the paper's figure."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Judging bars, and the number that is fitted for each model."""
+"""The order of bars, and the number that is fitted for each model."""
 from __future__ import annotations
 
 import pytest

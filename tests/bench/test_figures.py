@@ -1,4 +1,4 @@
-"""The figures keep what is promised of them; calibration finds the least it can see."""
+"""The simulated figures keep their promises; calibration finds a minimum."""
 from __future__ import annotations
 
 import json
@@ -15,7 +15,7 @@ RESULT = Path(expr3.__file__).parents[1] / "results" / "expr3.json"
 
 @pytest.fixture(scope="module")
 def constants() -> Constants:
-    """What the committed run of ``make expr3`` calibrated."""
+    """Return the constants of the committed run of ``make expr3``."""
     fits = {fit["name"]: fit["value"] for fit in json.loads(RESULT.read_text())["calibration"]}
     wire = {name: fits[name] for name in ("ring_overhead_s", "message_overhead_s", "server_rate")}
     return Constants(**wire, framework=tuple((name, fits[name]) for name in ("TensorFlow", "MXNet", "PyTorch")))

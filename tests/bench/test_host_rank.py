@@ -1,4 +1,4 @@
-"""A rank of the bench between hosts, under `bpsfast run`: how gloo's ranks meet. The rest: `test_over_hosts`."""
+"""A rank of the bench between hosts, under `bpsfast run`: gloo's rendezvous. The rest is in `test_over_hosts`."""
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,4 @@
-"""What a way leaves of a machine, against what can be worked out by hand."""
+"""The rates of a machine with a strategy, compared with calculations by hand."""
 from __future__ import annotations
 
 import pytest
@@ -24,10 +24,10 @@ def gbits(topology, way, ring=FREE):
 
 
 @pytest.mark.parametrize(("roots", "card", "stage"), [
-    ((2,), 90, 80),  # the card has its link for itself; copies have another
+    ((2,), 90, 80),  # only the card uses its link; copies have another
     ((2, 3), 90, 80),
-    (range(8), 80 * 1.75 / 2, 40),  # a quarter of the copies on the card's link
-    ((0,), 80 * 1.75 / 2.75, 80 / 2.75),  # all of them
+    (range(8), 80 * 1.75 / 2, 40),  # a quarter of the copies are on the card's link
+    ((0,), 80 * 1.75 / 2.75, 80 / 2.75),  # all copies are on it
 ])
 def test_nvlink(roots, card, stage):
     topology = machines.nvlink()
@@ -35,8 +35,8 @@ def test_nvlink(roots, card, stage):
 
 
 @pytest.mark.parametrize(("size", "stage"), [
-    (4, 105 / (7 / 4)),  # GPUs' links
-    (8, 80 / 2.25),  # the switches': in and out of a ring, and half of the copies
+    (4, 105 / (7 / 4)),  # links of GPUs
+    (8, 80 / 2.25),  # links of switches: in and out of a ring, and half of the copies
 ])
 def test_pcie(size, stage):
     topology = machines.pcie_only()
@@ -47,7 +47,7 @@ def test_slices_follow_the_rings_bytes_and_not_the_copies():
     topology = machines.pcie_only()
     way = pcie_way(topology, 4)
     slow = Ring(overhead_s=1e-3)
-    seconds = 2 * 3 / 4 / (105 * GBIT) + 2 * 6 * 1e-3 / PARTITION  # three of four parts, of two slices each, twice
+    seconds = 2 * 3 / 4 / (105 * GBIT) + 2 * 6 * 1e-3 / PARTITION  # three of four parts with two slices each, twice
     assert gbits(topology, way, slow)[1] == pytest.approx(1 / seconds / GBIT, rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What of the ladder needs no device: shares, the control connection, the verdict, the command line without one."""
+"""The parts of the ladder without a device: shares, the control connection, the verdict, the command line."""
 from __future__ import annotations
 
 import errno
@@ -103,12 +103,12 @@ def test_processor_time_is_per_gigabyte():
 
 @pytest.fixture
 def connected():
-    """One end, and the socket of the other, which has proved the key."""
+    """Return one end, and the socket of the other, which has proved the key."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(control.accept, server, secret_for(settings.load({}), ["127.0.0.1"]))
         connection = control.connect("127.0.0.1", server.getsockname()[1])
         accepted_end = accepted.result(20)
-    accepted_end._file.close()  # what is left is the socket alone
+    accepted_end._file.close()  # only the socket remains
     other = accepted_end._socket
     yield connection, other
     connection.close()

@@ -1,5 +1,7 @@
-"""The exchange over sockets: every byte, in every split of the kernel's; peers that close or say nothing end it in
-words. Over queue pairs: `tests/guest/suite_exchange.py`."""
+"""The exchange over sockets: all bytes, with any split by the kernel; peers that close or are silent cause errors.
+
+`tests/guest/suite_exchange.py` tests it over queue pairs.
+"""
 from __future__ import annotations
 
 import errno
@@ -17,14 +19,14 @@ SIZES = [4, 1 << 20, 12, 4096, 3_000_004]
 
 
 class End:
-    """One end with memory of its own for each partition."""
+    """One end, with separate memory for each partition."""
 
     def __init__(self, sock: socket.socket, is_service: bool, sizes=SIZES) -> None:
         self.socket = sock
         self.exchange = StreamExchange()
         self.sources = [np.arange(nbytes // 4, dtype=np.uint32) + nbytes for nbytes in sizes]
         self.results = [np.zeros(nbytes // 4, np.uint32) for nbytes in sizes]
-        sources = self.results if is_service else self.sources  # a service sends back what it got
+        sources = self.results if is_service else self.sources  # a service sends its input back
         self.exchange.add_end(sock.fileno(), [(source.ctypes.data, result.ctypes.data, result.nbytes)
                                               for source, result in zip(sources, self.results)], is_service=is_service)
 

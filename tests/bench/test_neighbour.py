@@ -1,4 +1,4 @@
-"""bench neighbour: what counts in a window, what is refused, and a short run on this machine."""
+"""bench neighbour: the steps of a window, refused options, and a short run on this machine."""
 from __future__ import annotations
 
 import json
@@ -52,7 +52,7 @@ def test_loads_that_cannot_be_are_refused(loads):
 
 @pytest.mark.slow
 def test_a_short_run(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(neighbour, "_MOST_OTHERS", 1.0)  # this is no measurement, and others may well be busy
+    monkeypatch.setattr(neighbour, "_MOST_OTHERS", 1.0)  # not a measurement, so other programs may be busy
     path = tmp_path / "out.jsonl"
     neighbour.run({"quick": True, "loads": "0.3", "window_s": 0.5, "json_path": str(path)})
     manifest, *records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""bench optimum: its cells and figures, what it refuses, and one small cell on real packets."""
+"""bench optimum: cells and figures, refused options, and one small cell on real packets."""
 from __future__ import annotations
 
 import time
@@ -22,7 +22,7 @@ from bpsfast.orchestration.placement.shares import Machine
 
 @pytest.fixture
 def namespaces():
-    """Skip where there are none, in the words of what is missing: root, ip, tbf."""
+    """Skip without namespaces, and name what is missing: root, ip, tbf."""
     lacking = netns.missing()
     if lacking is not None:
         pytest.skip(lacking)
@@ -95,7 +95,7 @@ def test_a_slow_worker_costs_who_does_not_know_of_it():
 
 
 def measured(busy=0.5):
-    """A cell of 4 workers and 2 helpers in which everybody took 1.5 times M / B."""
+    """Return a cell of 4 workers and 2 helpers in which each took 1.5 times M / B."""
     cell = Cell(2, ("optimal", "gloo"), 208 << 15)
     machines = [Machine(True, 1e6)] * 4 + [Machine(False, 1e6)] * 2
     rows = [Row(SimpleNamespace(name=name), "numpy", cell.nbytes, label=name, samples_s=[1.5 * cell.nbytes / 1e6],
@@ -146,7 +146,7 @@ def test_an_interface_that_goes_away_mid_run_ends_it_in_words(namespaces):
             while cluster["node1"].traffic().tx < before + (4 << 20):
                 assert time.monotonic() < deadline, "nothing moves"
             netns.ip("-n", cluster["node1"].namespace, "link", "del", "eth0")
-            stack.callback(launcher.dismiss, group)  # else, if the job hangs, so does the pool
+            stack.callback(launcher.dismiss, group)  # otherwise the pool hangs if the job hangs
             with pytest.raises(PeerLostError, match=r"(node 1 \(host|scheduler at) .* has been silent for 3\.\d s"):
                 turn.result(60)
         with pytest.raises(ConfigError, match="eth0"):

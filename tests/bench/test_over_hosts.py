@@ -1,4 +1,4 @@
-"""`bpsfast bench push_pull -H`: measured on real hosts, counted right. No test asserts a time."""
+"""`bpsfast bench push_pull -H`: measured on real hosts, with right counts. No test asserts a time."""
 from __future__ import annotations
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""make results: each kept file has a piece that writes it, each piece's command is understood, what came of one."""
+"""make results: every committed file has a piece that writes it, all commands parse, and outcomes of pieces."""
 from __future__ import annotations
 
 import os
@@ -82,7 +82,7 @@ WRITES = "open('bench/results/a.jsonl', 'a').write('x'); open('bench/results/b_1
 def test_a_piece_says_what_it_wrote_or_why_not(piece: Piece, state: str, written: tuple[str, ...],
                                                tmp_path: Path) -> None:
     (tmp_path / RESULTS).mkdir(parents=True)
-    for name in ("a.jsonl", "b_0.json"):  # of an earlier run
+    for name in ("a.jsonl", "b_0.json"):  # from an earlier run
         (tmp_path / RESULTS / name).touch()
         os.utime(tmp_path / RESULTS / name, (1, 1))
     found = regenerate(piece, tmp_path)

@@ -1,4 +1,4 @@
-"""compare: files of all forms are read, intervals hold what they should, refusals say why, exit codes."""
+"""compare: reads all file formats, computes right intervals, refuses bad files with a reason; exit codes."""
 from __future__ import annotations
 
 import json
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(3)
 
 
 def write(path, factors, bench="push_pull", machine=MACHINE, n_per_round=1, n=60):
-    """Write a result file whose rows take 1 ms times their factor, some percent more or less."""
+    """Write a result file whose rows take 1 ms times their factor, with noise of a few percent."""
     manifest = {"bench": bench, "machine": machine, "options": {}}
     records = [{"section": "by size", "chosen": {"nbytes": nbytes, "dtype": "float32", "n_per_round": n_per_round},
                 "measured": {"samples_s": list(1e-3 * factor * (1 + 0.02 * RNG.standard_normal(n)))}}
@@ -63,7 +63,7 @@ def test_cores_that_were_nearer_in_one_run_are_named(tmp_path, ns, words):
 
 
 def test_turns_are_drawn_whole():
-    """Samples of a turn that are all alike make an interval as wide as the few turns allow."""
+    """If samples of a turn are equal, the interval is as wide as the few turns make it."""
     turns = [1.0, 2.0, 3.0, 4.0]
     alike = Series(tuple(value for value in turns for _ in range(50)), 50)
     loose = Series(alike.samples_s, 1)
@@ -79,7 +79,7 @@ def test_an_interval_covers_the_truth_as_often_as_it_says():
         a, b = (Series(tuple(rng.lognormal(0, 0.1, 80) * factor), 1) for factor in (1.0, 1.2))
         [row] = regression.compare({"x": a}, {"x": b}, confidence=0.9, seed=seed).rows
         hits += row.low <= 1.2 <= row.high
-    assert 29 <= hits  # of 40, 36 expected: less by 3.7 standard deviations
+    assert 29 <= hits  # of 40; 36 are expected, 29 is 3.7 standard deviations less
 
 
 def test_few_samples_show_nothing():

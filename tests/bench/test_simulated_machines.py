@@ -1,4 +1,4 @@
-"""The paper's machines are as its figures have them."""
+"""The paper's machines match its figures."""
 from __future__ import annotations
 
 from bpsfast.bench.paper import machines, osdi20

@@ -1,4 +1,4 @@
-"""A soak: a short one finds nothing, and what grows is found."""
+"""A soak: a short one finds nothing, and growth is detected."""
 from __future__ import annotations
 
 import json
@@ -41,7 +41,7 @@ def test_what_grows_is_named():
 
 def test_a_short_one_is_run_and_written_down(tmp_path):
     path = tmp_path / "soak.jsonl"
-    run({"minutes": 0.1, "transport": "auto", "json_path": str(path)})  # too short for a word on growth
+    run({"minutes": 0.1, "transport": "auto", "json_path": str(path)})  # too short to judge growth
     machine, summary, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert "machine" in machine and summary["steps"] >= 100
     assert not [each for each in summary["troubles"] if "has grown" not in each]

@@ -1,4 +1,4 @@
-"""Training with PyTorch that is tuned meanwhile: the same weights. (How fast: `bpsfast bench autotune`.)"""
+"""PyTorch training with tuning has the same weights. (`bpsfast bench autotune` measures its speed.)"""
 from __future__ import annotations
 
 import pytest

@@ -23,7 +23,7 @@ class Heard:
 
 
 def worker_pool_of(nodes, goes_on=True):
-    commands = [worker(i, Command("", Kind.RANK, ("true",), {"BPSFAST_NODE_ID": node, "X": "y"}), {})
+    commands = [worker(i, Command("", Kind.RANK, ("true",), {"BPSFAST_NODE_ID": node, "X": "y"}))
                 for i, node in enumerate(nodes)]
     heard = Heard()
     return WorkerPool(heard, commands, goes_on), commands, heard.facts
@@ -63,7 +63,7 @@ def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
     late = ended(command, code)
     assert not worker_pool.is_superfluous(late)
     worker_pool._service.is_over = True
-    assert worker_pool.is_superfluous(late) and not worker_pool.is_superfluous(ended(worker(0, command, {}), code))
+    assert worker_pool.is_superfluous(late) and not worker_pool.is_superfluous(ended(worker(0, command), code))
     assert worker_pool.has_ended(late) and facts[-1] == ("left", 2)
 
 
@@ -87,4 +87,4 @@ def test_more_workers_are_started_where_fewest_are():
     worker_pool, _, facts = worker_pool_of("aab")
     found = worker_pool.commands(StartWorkers(3))
     assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
-    assert facts == [("started", 3), ("started", 4), ("started", 5)]
+    assert facts == [("started", 3, None), ("started", 4, None), ("started", 5, None)]

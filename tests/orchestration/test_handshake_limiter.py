@@ -126,7 +126,7 @@ def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(serv
     poller.register(server.socket, zmq.POLLIN)
     assert poller.poll(1000 * LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
-    while not any(map(server.limiter._says_too_much, server.limiter._limiter)):  # before anything is read
+    while not any(map(server.limiter._has_sent_too_much, server.limiter._limiter)):  # before anything is read
         assert time.monotonic() < deadline
         server.limiter.update()
     server.limiter.update()

@@ -262,7 +262,7 @@ class World(RuleBasedStateMachine):
                 for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
                     assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
             roster, losses = self.table.job.roster, self.table.job._losses
-            assert losses.recovery is None and not losses._owed
+            assert losses.recovery is None and not losses._without_share
             waiting = [index for index in roster.joining if self.nodes[index].alive]
             assert not waiting, f"nodes {waiting} were never taken in"
             assert len(self.pushed) == len(self.ranks_of("w")) + len(self.ranks_of("x"))

@@ -17,7 +17,7 @@ import pytest
 
 from bpsfast import _renamed
 
-#: Modules by what they need: what is imported from them is what users write.
+#: Modules by the packages that they need; users import names from these modules.
 MODULES = {
     "bpsfast": None, "bpsfast.compression": None, "bpsfast.elastic": None, "bpsfast.trace": None,
     "bpsfast.cluster": None,
@@ -36,10 +36,10 @@ def public(module):
 
 
 def called(thing):
-    """Return the signature of *thing* with names of types only; how defaults that are objects print may differ."""
+    """Return the signature of *thing*; types are given by name, because the text of default objects may differ."""
     try:
         signature = inspect.signature(thing)
-    except (TypeError, ValueError):  # not of Python
+    except (TypeError, ValueError):  # not a Python function
         return "(...)"
     text = str(signature)
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
@@ -51,7 +51,7 @@ def described(module):
         thing = getattr(module, name)
         if inspect.ismodule(thing):
             yield f"{name}: module"
-        elif inspect.isclass(thing) and issubclass(thing, enum.Enum):  # whose call each Python describes otherwise
+        elif inspect.isclass(thing) and issubclass(thing, enum.Enum):  # whose signature depends on the Python version
             yield f"class {name}(Enum): {', '.join(each.name for each in thing)}"
         elif inspect.isclass(thing):
             yield f"class {name}" + ("(Exception)" if issubclass(thing, Exception) else called(thing))

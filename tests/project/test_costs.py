@@ -1,4 +1,4 @@
-"""The list of what takes long is read as it is written, and names tests that there are."""
+"""The list of slow tests is read as it is written, and names only existing tests."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_functions_whose_cases_take_long_on_average(tmp_path):
 
 
 def test_what_is_listed_is_there():
-    """Else nobody would see that a test has got another name, and is always run."""
+    """A renamed test would always run, unnoticed."""
     texts = {path.name: path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")}
     missing = []
     for name in read():

@@ -1,4 +1,4 @@
-"""What is said of lines that the tests run; that lines are counted is seen by `make coverage` alone."""
+"""The coverage report from given counts; only `make coverage` counts lines."""
 from __future__ import annotations
 
 import configparser

@@ -1,4 +1,4 @@
-"""Pages: every block of code is run or checked, every link leads somewhere, the table of settings is up to date."""
+"""Pages: every code block is run or checked, every link is valid, the table of settings is up to date."""
 from __future__ import annotations
 
 import importlib.util
@@ -19,7 +19,7 @@ from tests.support.doc_pages import ROOT, Block, Page, pages
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in page.blocks()]
 PROGRAMS = list({block.program: block for block in reversed(BLOCKS) if block.language == "python"}.values())
-#: Of README.md alone: what it promises for the first ten minutes.
+#: Commands of README.md for the first ten minutes.
 RUNNING = [block for block in BLOCKS if block.mark == "runs"]
 BPSFAST = str(Path(sys.executable).with_name("bpsfast"))
 
@@ -42,8 +42,8 @@ def test_program(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_shell_blocks_can_do_what_they_say(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # result files that lines name are made where they are parsed
-    (tmp_path / "train.log").touch()  # the reader's
+    monkeypatch.chdir(tmp_path)  # the lines name result files, which are written here
+    (tmp_path / "train.log").touch()  # the reader's file
     tags: set[str] = set()
     for block in page.blocks():
         if block.language == "sh":

@@ -1,4 +1,4 @@
-"""The guest's first file system: modules in the order they need each other, an archive that the kernel can read."""
+"""The guest's initial file system: modules in the order of their dependencies, and an archive the kernel can read."""
 from __future__ import annotations
 
 import gzip
@@ -17,7 +17,7 @@ def module(depends: str) -> bytes:
 
 @pytest.fixture
 def root(tmp_path):
-    """Unpacked packages: busybox, and modules as Debian 12 (plain) and 13 (xz) have them."""
+    """Unpacked packages: busybox, and modules like those of Debian 12 (plain) and 13 (xz)."""
     folder = tmp_path / "lib/modules/6.1.0/kernel"
     folder.mkdir(parents=True)
     (folder / "rdma_rxe.ko").write_bytes(module("ib_core,udp-tunnel"))

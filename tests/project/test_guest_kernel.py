@@ -1,4 +1,4 @@
-"""The guest's kernel: fetched once, packed again only when something changed, and one line when it cannot be had."""
+"""The guest's kernel: downloaded once, packed again only after changes, and a one-line error if it is unavailable."""
 from __future__ import annotations
 
 import os
@@ -15,7 +15,7 @@ dpkg = pytest.mark.skipif(not Path("/usr/bin/dpkg-deb").exists(), reason="dpkg-d
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of its own, on a machine that has what a guest needs."""
+    """A separate, empty cache, on a machine that can run a guest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel, "_NEEDED", {})
     folder = tmp_path / "bpsfast" / "guest"
@@ -38,7 +38,7 @@ def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 
 def apt(folder: Path, script: str, monkeypatch) -> None:
-    """Put an apt-get and an apt-cache before the real ones."""
+    """Put an apt-get and an apt-cache into PATH before the real ones."""
     folder.mkdir()
     for name in ("apt-get", "apt-cache"):
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")

@@ -1,6 +1,6 @@
-"""Suites that another pytest runs: each of their tests is reported here as what it was there, whatever happened.
+"""Suites that another pytest runs: each of their tests is reported here with the same result.
 
-Instead of a guest, a process of this machine runs the inner pytest: what is tested is the hand-over.
+Instead of a guest, a process of this machine runs the inner pytest, because only the transfer of results is tested.
 """
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KEY = "ab" * 32
 
 @pytest.fixture
 def key_in_environment(monkeypatch):
-    """What this test does to the key that the process remembers is undone."""
+    """Restore the job key of this process after the test."""
     monkeypatch.setattr("bpsfast.base.settings._taken_key", "")
     monkeypatch.setenv("BPSFAST_JOB_KEY", KEY)
 
@@ -53,7 +53,7 @@ def test_a_tree_that_was_not_built_says_what_to_do():
     assert "pip install" in done.stderr
 
 
-#: Says what a child is given, and which key the session has: of the process, of a fork that joins a job of its own.
+#: Prints the environment of a child and the session's key, in this process and in a fork that joins another job.
 _JOINS_AGAIN = """
 import os, subprocess, sys, bpsfast
 from bpsfast.trainer import process
@@ -87,7 +87,7 @@ def test_what_a_rank_starts_is_not_given_the_key_and_joining_again_works(launche
     done = subprocess.run([sys.executable, "-c", _JOINS_AGAIN], env=environ, capture_output=True, text=True,
                           timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    n_times = 2 if launcher else 4  # a fork has the place of its parent, which under torchrun is taken
+    n_times = 2 if launcher else 4  # a fork has the rank of its parent, which is taken under torchrun
     assert done.stdout.splitlines() == [f"[None, '/a/path/is/no/secret'] {KEY}"] * n_times, done.stderr
 
 

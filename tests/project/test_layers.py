@@ -30,13 +30,13 @@ ORDER = (
     "bpsfast/elastic", "bpsfast/jax", "bpsfast/tensorflow", "bpsfast/mxnet", "bpsfast/torch", "bpsfast/keras",
     "bpsfast/hvd", "bpsfast/tools",
 )
-#: The files at the top level (`__init__`, `cli`, ...) stand above all packages: nothing imports them.
+#: The files at the top level (`__init__`, `cli`, ...) are above all packages: nothing imports them.
 TOP = "bpsfast"
 MOST_PACKAGES, MOST_LAYERS = 24, 10
 
 
 class Layer(NamedTuple):
-    """A folder or file: third-party packages that its modules import at once, and those imported in functions only."""
+    """A folder or file: third-party packages imported at the top level, and those imported only in functions."""
 
     folder: str
     at_once: frozenset[str]
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 _CORE = frozenset({"numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "psutil", "click", "zmq", "bpsfast"})
 _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
-LAYERS = [  # the most special folder first
+LAYERS = [  # subfolders before their parents
     Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
     Layer("bpsfast/gpu", _CORE, frozenset({"cupy"})),
@@ -77,7 +77,7 @@ LAYERS = [  # the most special folder first
 
 
 class Import(NamedTuple):
-    """One imported module: its name ("" for the package itself), its dots, its line, whether a function holds it."""
+    """One imported module: its name ("" for the package itself), dots, line, and whether it is inside a function."""
 
     name: str
     level: int
@@ -86,7 +86,7 @@ class Import(NamedTuple):
 
 
 def imports_of(tree: ast.AST, in_function: bool = False) -> Iterator[Import]:
-    """Yield every import below *tree*, apart from those for type checkers only."""
+    """Yield every import below *tree*, except those for type checkers only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -102,10 +102,10 @@ def imports_of(tree: ast.AST, in_function: bool = False) -> Iterator[Import]:
 
 
 def forbidden(path: Path, layer: Layer, found: Import) -> str | None:
-    """Return what is wrong with an import in the file *path*, if anything is."""
+    """Return the reason why an import in the file *path* is forbidden, or None."""
     top = found.name.split(".")[0]
     if found.level:
-        # a relative import may climb to the top of its own package, not out of it
+        # a relative import must stay inside its own package
         depth = len(path.relative_to(ROOT / layer.folder.split("/")[0]).parts)
         return None if found.level <= depth else "leaves its package by dots"
     if top in STDLIB or top in layer.at_once:
@@ -159,12 +159,12 @@ def test_rule(file: str, source: str, reason: str | None) -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Return the files of the package by module name; what is not installed (docs' configuration) is left out."""
+    """Return the files of the package by module name, without those that are not installed (configuration of docs)."""
     found = {}
     for folder, name in (("bpsfast", "bpsfast"), ("orchestration", "bpsfast.orchestration"), ("pyx", "bpsfast.pyx")):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if parts[0] not in ("docs", "orchestration", "pyx", "bench"):  # the latter as an installation's links
+            if parts[0] not in ("docs", "orchestration", "pyx", "bench"):  # bench is a link of the installation
                 found[".".join([name, *parts]).removesuffix(".__init__")] = path
     for path in (ROOT / "pyx").glob("*.pyx"):
         found[f"bpsfast.pyx.{path.stem}"] = path
@@ -192,7 +192,7 @@ def imported(module: str, path: Path, tree: ast.AST, known: Collection[str]) -> 
 
 def package_of(path: Path) -> str:
     """Return the name in `ORDER` of the package that the file *path* belongs to, or `TOP`."""
-    if path.name == "_version.py":  # a string that every package may show
+    if path.name == "_version.py":  # any package may import the version
         return "bpsfast/base"
     folder = path.relative_to(ROOT).parent.as_posix()
     while folder not in ORDER and folder != TOP:
@@ -203,14 +203,14 @@ def package_of(path: Path) -> str:
 
 @cache
 def imports() -> list[tuple[Path, int, Path]]:
-    """Return every import of one of our files by another: importer, line, what is imported."""
+    """Return every import of one of our files by another: importer, line, imported file."""
     files = modules()
     return [(path, line, files[name]) for module, path in files.items() if path.suffix == ".py"
             for name, line in imported(module, path, ast.parse(path.read_text()), files)]
 
 
 def upward(found: Iterable[tuple[Path, int, Path]]) -> list[str]:
-    """Return the imports among *found* of a package that stands later in `ORDER`."""
+    """Return the imports among *found* of a package that is later in `ORDER`."""
     rank = {name: i for i, name in enumerate((*ORDER, TOP))}
     return [f"{importer.relative_to(ROOT)}:{line} imports {target.relative_to(ROOT)}, which stands above it"
             for importer, line, target in found if rank[package_of(target)] > rank[package_of(importer)]]
@@ -228,7 +228,7 @@ def circles(found: Iterable[tuple[Path, int, Path]]) -> list[list[str]]:
         return []
     except CycleError:
         pass
-    while True:  # what imports nothing that is left, or is imported by nothing that is left, is in no circle
+    while True:  # files without imports, or importers, among the remaining ones are in no circle
         targets = {target for several in left.values() for target in several}
         kept = {path: several & left.keys() for path, several in left.items()
                 if several & left.keys() and path in targets}
@@ -300,13 +300,13 @@ def test_cython_modules_import_c_and_the_standard_library_only() -> None:
         for match in statement.finditer(path.read_text()):
             top = (match["source"] or match["name"]).split(".")[0]
             c_level = (match["kind"] or match["plain"]) == "cimport"
-            # our own .pxd files hold `extern` declarations only, which cost nothing at run time
+            # our .pxd files have only `extern` declarations, without cost at run time
             allowed = {"cpython", "libc", "posix", "cython", "pyx"} if c_level else STDLIB
             assert top in allowed, f"{path.name}: {match[0].strip()}"
 
 
 def loaded_after(code: str, cwd: Path) -> dict[str, list[str]]:
-    """Run *code* in a fresh interpreter; return the modules it loaded, and the files it made below *cwd*."""
+    """Run *code* in a fresh interpreter; return the modules that it loaded, and the files that it made below *cwd*."""
     program = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=True)

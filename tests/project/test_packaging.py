@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Compiled modules by package: the product's, and those of one bench.
+#: Compiled modules by package: those of the product, and those of one bench.
 COMPILED = {"bpsfast.pyx": ROOT / "pyx", "bpsfast.bench.paper.ladder": ROOT / "bench" / "paper" / "ladder"}
 MODULES = sorted(f"{package}.{path.stem}" for package, folder in COMPILED.items() for path in folder.glob("*.pyx"))
 NOT_SOURCE = (".*", "build", "dist", "out", "*.egg-info", "__pycache__", "*.so", "pyx/*.c", "ladder/*.c")
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Built(NamedTuple):
-    """Paths of what was built; `python` is the interpreter of a fresh environment that holds the wheel."""
+    """Paths of the built files; `python` is the interpreter of a new environment with the wheel."""
 
     sdist: Path
     wheel: Path
@@ -34,7 +34,7 @@ class Built(NamedTuple):
 
 
 def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 300.0) -> str:
-    """Run *command* in *cwd* and return what it printed; fail with all of it."""
+    """Run *command* in *cwd* and return its output, which is also the failure message."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -43,7 +43,7 @@ def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 300.0) -> s
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Build once, as `python -m build` does: an sdist of the bare sources, then a wheel of nothing but that sdist."""
+    """Build once, like `python -m build`: an sdist of the sources, then a wheel of only that sdist."""
     pytest.importorskip("build", reason="the package 'build' is not installed")
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     python = environment / "bin" / "python"
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python]
     run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], cwd=folder)
-    # the dependencies are this environment's; its own editable install is not found by a mere folder on the path
+    # dependencies come from this environment; a folder in the path does not provide its editable installation
     site = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return Built(sdist, wheel, python)

@@ -1,4 +1,4 @@
-"""What a run leaves out: never a whole test of a matrix, and over all portions nothing."""
+"""Portions of the tests: each has some cases of every matrix, and all together have all cases."""
 from __future__ import annotations
 
 import itertools
@@ -28,7 +28,7 @@ def test_cases_that_suffice_are_run_once(cases):
 
 
 def test_no_portion_is_one_column():
-    """As every sixth in the order of the matrix would be."""
+    """Every sixth case in the order of the matrix would be one column."""
     for portion in PORTIONS:
         assert len({case[-2] for case in chosen(CASES, portion)}) > 1
 

@@ -1,4 +1,4 @@
-"""SECURITY.md names a test for each of its promises: they are there."""
+"""SECURITY.md names a test for each of its promises; all of them exist."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""What checks the shell lines of pages refuses those that could not do what they say."""
+"""The checker of shell lines in pages rejects lines that cannot work."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""A small network, and what its gradients shall be: the averages over all ranks, by definition."""
+"""A small network, and its expected gradients: the averages over all ranks, by definition."""
 from __future__ import annotations
 
 import copy
@@ -32,7 +32,7 @@ def assert_close(found, wanted, tolerance=1e-12):
 
 
 def averages(model, loss=loss_of, steps=(0,), dtype=torch.float64):
-    """Return the gradients by definition: of the mean over all ranks of their losses."""
+    """Return the gradients by definition, those of the mean loss over all ranks."""
     model = copy.deepcopy(model)
     model.zero_grad()
     by_rank = []

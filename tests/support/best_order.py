@@ -1,8 +1,8 @@
 """The best that any order of partitions reaches, by exhaustive search: the oracle of the scheduling theorem's tests.
 
-It shares no code with the queues or the simulator. Times and bytes are whole numbers; `links` gives the time of a byte
-on the one link of all-reduces, or on the two of pushes and of pulls. An iteration lasts from the begin of a backward
-pass to the end of the next forward pass: that one needs all sums, so nothing of an iteration is left for the next.
+It shares no code with the queues or the simulator. Times and bytes are integers; `links` is the time of a byte on the
+single link of all-reduces, or on the two links of pushes and pulls. An iteration lasts from the start of a backward
+pass to the end of the next forward pass, which needs all sums, so iterations do not overlap.
 """
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Chain(NamedTuple):
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """When each layer's gradients are there."""
+        """Return the time at which each layer's gradients are ready."""
         return tuple(accumulate(reversed(self.backward)))[::-1]
 
     @property
     def tails(self) -> tuple[int, ...]:
-        """What is computed from the begin of each layer's forward to the end."""
+        """Return the compute time from the start of each layer's forward to the end."""
         return tuple(accumulate(reversed(self.forward)))[::-1]
 
 
 def least(chain: Chain, links: Sequence[int]) -> int:
-    """Return a time that no schedule beats, however fine its partitions: with infinitely fine ones it is the optimum.
+    """Return a lower bound of all schedules with any partitions; with infinitely small ones it is the optimum.
 
-    The sums of layers 0..j cannot begin before layer j's gradients are there, they take each link for all their bytes,
-    and whichever is last, the forward passes of layer j and later are still to come.
+    The sums of layers 0..j cannot begin before layer j's gradients are ready, they use each link for all their bytes,
+    and after the last of them the forward passes of layer j and later still have to run.
     """
     computing = sum(chain.backward) + sum(chain.forward)
     return max(computing, *(ready + max(links) * nbytes + tail for ready, nbytes, tail in zip(
@@ -42,7 +42,7 @@ def least(chain: Chain, links: Sequence[int]) -> int:
 
 
 def best(chain: Chain, part: int, links: Sequence[int], known: int) -> int:
-    """Return the least iteration time of all orders of partitions of *part* bytes; *known*: one that is reached."""
+    """Return the least iteration time over all orders of partitions of *part* bytes; *known* is an upper bound."""
     within = within_one_link if len(links) == 1 else within_two_links
     while known > least(chain, links) and within(chain, part, links, known - 1):
         known -= 1
@@ -50,9 +50,9 @@ def best(chain: Chain, part: int, links: Sequence[int], known: int) -> int:
 
 
 def within_one_link(chain: Chain, part: int, links: Sequence[int], limit: int, prune: bool = True) -> bool:
-    """Tell whether any order ends an iteration by *limit*. *prune*: leave what must be late, by the reason of `least`.
+    """Return whether any order ends an iteration by *limit*. *prune*: skip orders that must be late by `least`.
 
-    Whenever the link is free it takes a partition of any layer that is ready, or waits for the next layer to be.
+    Whenever the link is free it takes a partition of any ready layer, or waits for the next layer.
     """
     ready, due = chain.ready, [limit - tail for tail in chain.tails]
     layers = range(len(ready))
@@ -74,9 +74,9 @@ def within_one_link(chain: Chain, part: int, links: Sequence[int], limit: int, p
 
 
 def within_two_links(chain: Chain, part: int, links: Sequence[int], limit: int, prune: bool = True) -> bool:
-    """The same where partitions are pushed over one link, and each of them then pulled over the other.
+    """The same for partitions that are pushed over one link and then pulled over the other.
 
-    Whenever something happens, each link that is free takes any partition it may, or waits for what happens next.
+    At every event, each free link takes any possible partition, or waits for the next event.
     """
     ready, due = chain.ready, [limit - tail for tail in chain.tails]
     layers = range(len(ready))
@@ -125,14 +125,14 @@ def _parts(chain: Chain, part: int) -> tuple[int, ...]:
 
 
 def _changed(counts: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:
-    """Return *counts* with that at *index* changed; -1: as they are."""
+    """Return *counts* with the one at *index* changed, or unchanged for index -1."""
     return counts if index < 0 else (*counts[:index], counts[index] + by, *counts[index + 1:])
 
 
 class Op(NamedTuple):
-    """What an accelerator runs without interruption: after other ops, and the sum of tensor `needs`; -1: of none.
+    """An uninterruptible operation of an accelerator, after other ops and the sum of tensor `needs` (-1: none).
 
-    `seconds`: above zero. When it ends the gradient of `makes` is there. `ready`: not before that time.
+    `seconds`: above zero. When it ends the gradient of `makes` is ready. `ready`: earliest start.
     """
 
     seconds: int
@@ -143,9 +143,9 @@ class Op(NamedTuple):
 
 
 def best_of_graph(ops: Sequence[Op], sizes: Sequence[int], known: int) -> int:
-    """Return when all *ops* can have ended, one at a time in any order, all-reduces in any order of single bytes.
+    """Return the earliest end of all *ops*, one at a time in any order, with all-reduces in any order of single bytes.
 
-    *known*: a time that is reached. Both the accelerator and the link may wait though there is something to do.
+    *known* is an upper bound. The accelerator and the link may also wait although they could work.
     """
     while _graph_within(ops, tuple(sizes), known - 1):
         known -= 1

@@ -1,6 +1,6 @@
-"""A chain of layers through the job's own queues: what the scheduling theorem's tests hold against the best order.
+"""A chain of layers through the job's own queues, which the scheduling theorem's tests compare with the best order.
 
-A byte of the oracle is a page here, and takes each link as many seconds as it takes units of time there.
+A byte of the oracle is a page here, and a unit of the oracle's time is a second.
 """
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bpsfast.tools.simulator.workload import Layer, PartitionedWorkload, Workloa
 from .best_order import Chain, Op
 
 PAGE = 4096
-#: Two ranks: an all-reduce moves as many bytes each way as it sums. One rank and one helper: pushes and pulls.
+#: Two ranks: an all-reduce moves its bytes in each direction. One rank and one helper: pushes and pulls.
 RANKS, RANK_AND_HELPER = uniform(2, 0, PAGE), uniform(1, 1, PAGE)
 
 
 def job_of(chain: Chain) -> Workload:
-    """Return the chain as the simulator's workload, one tensor a layer."""
+    """Return the chain as the simulator's workload, with one tensor for each layer."""
     layers = [Layer(f"layer {i}", forward, backward, (f"w{i}",))
               for i, (forward, backward) in enumerate(zip(chain.forward, chain.backward))]
     return workload("chain", layers, {f"w{i}": (size * PAGE // 4,) for i, size in enumerate(chain.sizes)})
@@ -30,14 +30,14 @@ def job_of(chain: Chain) -> Workload:
 
 def all_reduces(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int,
                 overhead: float = 0) -> ScheduledAllReduce:
-    """Return the scheduled all-reduces of *plan*; each partition costs *overhead* besides its bytes."""
+    """Return the scheduled all-reduces of *plan*; each partition takes *overhead* in addition to its bytes."""
     ring = Ring(slice_nbytes=1 << 40, overhead_s=overhead / 2)  # two lock-steps
     return ScheduledAllReduce(clock, RANKS, ring, plan, credit_nbytes=credit * PAGE, priority=True, done=done)
 
 
 def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float,
              links: Sequence[int]) -> SimulatedPushPull:
-    """Return a helper's summation service; *links* say what a byte costs on the way there and back."""
+    """Return a helper's summation service; *links* are the times of a byte in both directions."""
     machines = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
     layout = full(machines, plan, "ps")
     push, pull = links
@@ -49,7 +49,7 @@ def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, o
 
 
 def iteration_s(chain: Chain, part: int, links: Sequence[int], credit: int = 0, overhead: float = 0) -> float:
-    """Return the iteration time by the queues, barrier crossed; *credit* in the links' bytes."""
+    """Return the iteration time of the queues without a barrier; *credit* in the links' bytes."""
     job = job_of(chain)
     plan = partitioned(job, part * PAGE)
     clock = Clock()
@@ -63,16 +63,16 @@ def iteration_s(chain: Chain, part: int, links: Sequence[int], credit: int = 0, 
     workers.append(Worker(clock, 0, job.layers, plan.units_of_layer, 3, True, exchange.gradient_ready))
     workers[0].begin()
     clock.run()
-    return workers[0].began_s[2] - workers[0].began_s[1]  # from the end of one backward pass to that of the next
+    return workers[0].began_s[2] - workers[0].began_s[1]  # between the ends of two backward passes
 
 
 def window_s(part: int, link: int, credit: int, overhead: float = 0) -> float:
-    """Return how long a link works at most on what has been taken from its queue."""
+    """Return the longest time that a link works on partitions already taken from its queue."""
     return max(1, credit // (part * link)) * (part * link + overhead)
 
 
 def graph_s(ops: Sequence[Op], sizes: Sequence[int]) -> float:
-    """Return when all *ops* have ended: the accelerator runs first what was ready first, pages are all-reduced."""
+    """Return the end of all *ops*, which the accelerator runs in order of readiness, with all-reduces of pages."""
     names = tuple(f"w{i}" for i in range(len(sizes)))
     shapes = {name: (size * PAGE // 4,) for name, size in zip(names, sizes)}
     job = workload("graph", [Layer("all", 0, 0, names)], shapes)

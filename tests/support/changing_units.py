@@ -9,8 +9,8 @@ from bpsfast.trainer import process
 
 
 def editions(n, retires):
-    """Declare the same tensors *n* times with other partitions, push each twice; return wrong results, and the counters
-    and this process's descriptors after each."""
+    """Declare the same tensors *n* times with different partitions, push each twice; return wrong results, and the
+    counters and this process's descriptors after each."""
     session, counts, wrong = process.current(), [], []
     for number in range(n):
         names = [f"edition {retires} {number} {i}" for i in range(4)]

@@ -1,5 +1,7 @@
-"""A program: encode elements that another thread writes into meanwhile; nothing else is touched, and frames can be
-decoded. One kind after the other, as many times as its argument says."""
+"""A program that encodes elements while another thread writes them; nothing else changes, and frames can be decoded.
+
+It repeats all codecs as many times as its argument.
+"""
 from __future__ import annotations
 
 import itertools
@@ -32,7 +34,7 @@ def main(n_times: int) -> None:
             kernel = Kernels(codec, "float32", N)
             for _ in range(n_times):
                 frame = kernel.encode(x)
-                if codec.kind != "dithering":  # where an element outgrows its norm, a level may be none
+                if codec.kind != "dithering":  # an element above its norm may have an invalid level
                     assert frame is not None and kernel.decode(frame, np.empty_like(x), add=False) == 0, codec
     finally:
         over.set()

@@ -1,4 +1,4 @@
-"""What comes over a line of the control plane, waited for by the test that asks."""
+"""Receives messages of a control-plane line in a test."""
 from __future__ import annotations
 
 import os
@@ -10,7 +10,7 @@ LIMIT_S = 20.0
 
 
 def look(line: Any, is_enough: Callable[[list[Any]], bool]) -> list[Any]:
-    """Wait until *is_enough* says so of what was received; return that."""
+    """Receive messages until *is_enough* accepts them; return them."""
     received: list[Any] = []
     wake, until = os.eventfd(0), time.monotonic() + LIMIT_S
     try:
@@ -24,7 +24,7 @@ def look(line: Any, is_enough: Callable[[list[Any]], bool]) -> list[Any]:
 
 
 def receive(line: Any, n: int) -> list[Any]:
-    """Return the next *n* messages, and no more."""
+    """Return the next *n* messages; fail if there are more."""
     received = look(line, lambda found: len(found) >= n)
     assert len(received) == n, received
     return received

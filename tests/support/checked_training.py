@@ -1,6 +1,6 @@
-"""What ranks run while a test breaks their network: steps whose every sum is compared with NumPy's, until told to stop.
+"""Training for ranks whose network a test breaks: it compares every sum with NumPy's until it is told to stop.
 
-Imported by the ranks themselves: no pytest, nothing of `tests`.
+Ranks import it, so it imports neither pytest nor other files of `tests`.
 """
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SIZES = [300_000, 70_000, 1_000, 150_000]
 
 
 def gradient(rank: int, step: int, number: int) -> np.ndarray:
-    """Return what *rank* pushes: magnitudes differ, so that another order of sums shows in the bits."""
+    """Return the gradient of *rank*, whose magnitudes differ so that the bits depend on the order of sums."""
     source = np.random.default_rng([rank, step, number])
     values = source.standard_normal(SIZES[number], dtype="f4")
     return values * np.float32(10.0) ** source.integers(-3, 4, SIZES[number]).astype("f4")
 
 
 def train(folder: str) -> dict[str, Any]:
-    """Train until there is a file ``stop`` in *folder*; the file ``rank N`` there counts the steps of each rank.
+    """Train until *folder* has a file ``stop``; its files ``rank N`` have the number of steps of each rank.
 
-    Returns the steps whose sums were not those of the reference to the bit, how many there were, and the counters
-    before and after.
+    Returns the steps whose sums differ from the reference in any bit, the number of steps, and the counters before and
+    after.
     """
     before = bpsfast.counters()
     rank, size, step, wrong = bpsfast.rank(), bpsfast.size(), 0, []
@@ -38,7 +38,7 @@ def train(folder: str) -> dict[str, Any]:
         handles = [bpsfast.push_pull_async(values, True, f"tensor {number}") for number, values in enumerate(mine)]
         stops = float(bpsfast.push_pull(np.full(1, stop.exists(), "f4"), False, "stop")[0])
         for number, handle in enumerate(handles):
-            # each rank is the only one of its machine
+            # each rank is alone on its machine
             expected = reference_sum.reduce([[gradient(other, step, number)] for other in range(size)], True)
             if np.asarray(bpsfast.synchronize(handle)).tobytes() != expected.tobytes():
                 wrong.append((step, number))

@@ -1,11 +1,11 @@
-"""Whether whom a test talks to as a stranger has hung up."""
+"""Detects closed connections for tests that act as unknown peers."""
 from __future__ import annotations
 
 import socket
 
 
 def is_over(sock: socket.socket) -> bool:
-    """Whether the other end of *sock* was closed; what it said before is thrown away."""
+    """Return whether the other end of *sock* was closed; discards earlier data."""
     sock.setblocking(False)
     try:
         while sock.recv(4096):

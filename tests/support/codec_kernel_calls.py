@@ -1,4 +1,4 @@
-"""The kernels of compression by their addresses, and values where they go wrong first."""
+"""The kernels of compression by address, and difficult values for them."""
 from __future__ import annotations
 
 import ctypes
@@ -35,7 +35,7 @@ NARROW = ctypes.CFUNCTYPE(None, _PTR, _PTR, _I64)
 
 
 def draw_values(pattern: str, n: int, dtype: np.dtype, seed: int) -> np.ndarray:
-    """Return *n* elements; each pattern is one that something goes wrong with first."""
+    """Return *n* elements of a difficult pattern."""
     rng = np.random.default_rng(seed)
     dtype = np.dtype(dtype)
     values = rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4)

@@ -1,4 +1,4 @@
-"""What a job of several nodes makes of compressed tensors, by the plain NumPy reading of the formats."""
+"""The results of a job of several nodes for compressed tensors, from the reference codec in NumPy."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ Array = np.ndarray[Any, Any]
 
 
 def values(seed: int, rank: int, step: int, shape: Sequence[int], dtype: str) -> Array:
-    """What *rank* pushes in *step*: reproducible, no two magnitudes alike, of all signs."""
+    """Return the reproducible gradient of *rank* in *step*, with different magnitudes and both signs."""
     drawn = np.random.default_rng([seed, rank, step]).normal(size=shape)
     return drawn.astype(TABLE[dtype].numpy)
 
 
 class Replay:
-    """One tensor of *n* elements, cut every *stride* bytes, summed over nodes with so many *ranks* each."""
+    """One tensor of *n* elements with partitions of *stride* bytes, summed over nodes with *ranks* ranks each."""
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str, stride: int, ranks: Sequence[int]) -> None:
         each = stride // TABLE[dtype].itemsize
@@ -30,7 +30,7 @@ class Replay:
         self._ranks = ranks
 
     def round(self, inputs: Sequence[Array], average: bool = True, ratio: float = 1.0) -> Array:
-        """Return what all ranks get of their *inputs*; *ratio*: the last learning rate by the present one."""
+        """Return the result for all ranks' *inputs*; *ratio*: the last learning rate divided by the present one."""
         partials, first = [], 0
         for n_ranks in self._ranks:
             mine = [inputs[rank].reshape(-1) for rank in range(first, first + n_ranks)]

@@ -1,4 +1,4 @@
-"""Coordinators and their workers' ends in the test's process: real ones, and one whose messages the test writes."""
+"""Coordinators and their workers in the test's process: real ones, and one whose messages the test writes."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +22,7 @@ from bpsfast.trainer import process
 from tests.launch.test_elastic_service import Worker
 from tests.support.channel_ends import receive
 
-KEY = secrets.token_bytes(32)  # of this process alone: ports come back
+KEY = secrets.token_bytes(32)  # different in each process, because ports are reused
 LIMIT_S = 20.0
 
 
@@ -38,7 +38,7 @@ class FakeCoordinator:
         return receive(self._channel, n)
 
     def say(self, *spoken: msgspec.Struct) -> None:
-        """Say that to all who are there."""
+        """Send messages to all connected workers."""
         for message in spoken:
             assert self._channel.tell(message) == []
 
@@ -58,26 +58,26 @@ class RealCoordinator:
         self.service.start()
 
     def speaker(self, number: int) -> Worker:
-        """Return a worker that only speaks."""
+        """Return a worker that only sends and receives."""
         self._speakers.append(Worker(self.service, number, KEY))
         return self._speakers[-1]
 
     def close(self) -> None:
-        """End all that was made."""
+        """Close everything."""
         for speaker in self._speakers:
             speaker.close()
         self.service.close()
 
 
 def settings_of(address: str, number: int = 0, **values: Any) -> Settings:
-    """Return what worker *number* is told."""
+    """Return the settings of worker *number*."""
     return load({"coordinator": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S,
                  **values}, {})
 
 
 @contextlib.contextmanager
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
-    """Make ends of the coordinator; in the end they are closed, and this process has no session."""
+    """Yield a function that makes clients of the coordinator, which are closed at the end with their sessions."""
     monkeypatch.setattr(process, "_has_left", False)
     monkeypatch.setattr(client_module, "_member", None)
     made: list[CoordinatorClient] = []
@@ -100,14 +100,14 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorC
 
 @pytest.fixture
 def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
-    """A way to make workers' ends: see `ends`."""
+    """A function that makes clients; see `ends`."""
     with ends(monkeypatch) as make:
         yield make
 
 
 @pytest.fixture
 def coordinator(no_leaks: None) -> Iterator[Callable[..., RealCoordinator]]:
-    """A way to make real musters."""
+    """A function that makes real coordinators."""
     with contextlib.ExitStack() as stack:
         def make(n: int, **rules: Any) -> RealCoordinator:
             made = RealCoordinator(n, **rules)
@@ -119,7 +119,7 @@ def coordinator(no_leaks: None) -> Iterator[Callable[..., RealCoordinator]]:
 
 @contextlib.contextmanager
 def meanwhile(others: Callable[[], None]) -> Iterator[None]:
-    """Let *others* do their part in a thread of its own; it has to come to its end."""
+    """Run *others* in another thread, which must end."""
     with ThreadPoolExecutor(1) as executor:
         future = executor.submit(others)
         yield
@@ -127,7 +127,7 @@ def meanwhile(others: Callable[[], None]) -> Iterator[None]:
 
 
 def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
-    """Let *member* listen until *is_so*."""
+    """Let *member* receive until *is_so*."""
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline, f"not within {LIMIT_S} s"

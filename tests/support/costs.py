@@ -1,10 +1,10 @@
-"""Which tests take long: `costly.txt`, as a whole run of the suite has measured it.
+"""The list of slow tests, `costly.txt`, from measurements of a whole run of the suite.
 
     make test-thorough PYTEST="--junitxml=out/junit.xml"
     python -m tests.support.costs out/junit.xml       # writes costly.txt; the last of several reports counts
 
-A run takes a portion of the listed tests (see `tests.support.portions`). Tests that are not listed always run, as new
-ones do until the list is written again, and as tests of the tree as a whole do, since any change can break them.
+A run has a portion of the listed tests (see `tests.support.portions`). Other tests always run: new ones until the list
+is written again, and tests of the whole tree, because any change can break them.
 """
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-#: A test is listed if one of its cases takes so long on average, on two cores that run two at a time.
+#: A test is listed if its cases take at least this long on average, on two cores with two tests at a time.
 COSTLY_S = 1.0
-#: Tests of the tree as a whole.
+#: Tests of the whole tree.
 _OF_THE_TREE = ("tests/project/test_layers.py::",)
 _PATH = Path(__file__).with_name("costly.txt")
 
@@ -28,14 +28,14 @@ def function_of(name: str) -> str:
 
 
 def read(path: Path = _PATH) -> frozenset[str]:
-    """Return the node ids of the test functions that are listed in *path*."""
+    """Return the node ids of the test functions in the list *path*."""
     return frozenset(line.split()[1] for line in path.read_text().splitlines() if line)
 
 
 def measured(reports: Iterable[Path]) -> dict[str, float]:
-    """Return for each test function of *reports*, in JUnit's format, how many seconds a case takes on average.
+    """Return for each test function of *reports* (in JUnit's format) the average seconds of its cases.
 
-    Of functions that are in several reports the last one counts.
+    For functions in several reports the last report counts.
     """
     averages: dict[str, float] = {}
     for report in reports:
@@ -53,7 +53,7 @@ def measured(reports: Iterable[Path]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the list anew from the reports that are named."""
+    """Write the list from the named reports."""
     parser = argparse.ArgumentParser(prog="tests.support.costs", description=__doc__.partition("\n")[0])
     parser.add_argument("reports", nargs="+", type=Path, help="of whole runs: pytest --junitxml")
     parser.add_argument("--out", type=Path, default=_PATH)

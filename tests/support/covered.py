@@ -2,9 +2,9 @@
 
     make coverage                                     # PYTEST adds arguments for both runs
 
-The compiled modules are built again in place, to count their lines, and once more at the end, not to. Reports are
-below out/coverage: ``summary.md`` by folder and file, ``python/index.html`` and ``native/index.html`` line by line.
-Processes that a test kills take their counts with them; what numba compiles is counted as not run (CONTRIBUTING).
+It builds the compiled modules in place with counters, and without them again at the end. Reports are below
+out/coverage: ``summary.md`` by folder and file, ``python/index.html`` and ``native/index.html`` by line. Counts of
+killed processes are lost, and functions that numba compiles count as not run (see CONTRIBUTING).
 """
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "out" / "coverage"
 _BUILD, _PLAIN, _GUEST, _RCFILE = OUT / "build", OUT / "plain", OUT / "guest", OUT / "coveragerc"
 _FOLDERS = ("bpsfast", "orchestration", "bench")
-#: Counts are added atomically, since threads share them; -O3 stands in pyproject.toml after these.
+#: Counters are atomic, because threads share them; pyproject.toml adds -O3 after these flags.
 _FLAGS = {"CFLAGS": "--coverage -fprofile-update=atomic", "LDFLAGS": "--coverage"}
-#: Counting takes its time, also that of a test; and counted code has not the instructions that one test looks for.
+#: Counting slows tests down, and changes the instructions that one test checks.
 _PYTEST = ("-q", "--timeout=600", "--deselect=tests/bench/test_bench_summation.py::"
            "test_copies_of_the_compiled_modules_are_stored_past_the_caches")
 _SETUP = "import setuptools; setuptools.setup()"
@@ -36,7 +36,7 @@ _GCOVR = ("--root", str(ROOT), "--filter", "pyx/", "--exclude", r".*\.c$", "--in
 
 
 def build(is_counted: bool) -> None:
-    """Build all compiled modules in place, to count their lines or not to."""
+    """Build all compiled modules in place, with or without counters."""
     command = [sys.executable, "-c", _SETUP, "--quiet", "build_ext", "--inplace", "--force", "--build-temp"]
     if is_counted:
         subprocess.run([*command, str(_BUILD), "--cython-line-directives"], cwd=ROOT, check=True,
@@ -46,7 +46,7 @@ def build(is_counted: bool) -> None:
 
 
 def settings() -> str:
-    """Return coverage.py's settings: paths are absolute, since processes of tests run in folders of their own."""
+    """Return coverage.py's settings, with absolute paths because processes of tests run in other folders."""
     source = "".join(f"\n    {ROOT / name}" for name in _FOLDERS)
     return (f"[run]\nsource = {source}\ndata_file = {OUT / 'data'}\nparallel = true\nsigterm = true\n"
             "patch =\n    subprocess\n    _exit\nconcurrency =\n    multiprocessing\n    thread\n"
@@ -54,7 +54,7 @@ def settings() -> str:
 
 
 def run(arguments: Sequence[str]) -> bool:
-    """Run the tests of this machine, then those of the guest; tell whether all passed."""
+    """Run the tests of this machine, then those of the guest; return whether all passed."""
     counted = [sys.executable, "-m", "coverage", "run", f"--rcfile={_RCFILE}", "-m", "pytest", *_PYTEST, *arguments]
     here = [*counted, "--ignore=tests/guest", "--ignore=tests/gpu", "--numprocesses=2", "--dist=loadfile"]
     there = [sys.executable, "-m", "pytest", *_PYTEST, *arguments, "tests/guest"]
@@ -64,13 +64,13 @@ def run(arguments: Sequence[str]) -> bool:
 
 
 def report() -> dict[str, list[int]]:
-    """Write the reports; return for each file of the project how many lines it has and how many were run."""
+    """Write the reports; return for each file of the project its number of lines and of lines that were run."""
     python = [sys.executable, "-m", "coverage"]
     for arguments in (["combine", str(OUT), *map(str, _GUEST.glob("*/python"))],
                       ["html", "-q", "-d", str(OUT / "python")], ["json", "-q", "-o", str(OUT / "python.json")]):
         subprocess.run([*python, arguments[0], f"--rcfile={_RCFILE}", *arguments[1:]], cwd=ROOT, check=True)
     trees = [_BUILD]
-    for folder in _GUEST.glob("*/native"):  # it has the same tree below it, without what the compiler wrote
+    for folder in _GUEST.glob("*/native"):  # it contains the same tree without the compiler's output
         trees.append(folder / _BUILD.relative_to("/"))
         for notes in _BUILD.rglob("*.gcno"):
             shutil.copy(notes, trees[-1] / notes.relative_to(_BUILD))
@@ -90,7 +90,7 @@ def report() -> dict[str, list[int]]:
 
 
 def summary(counts: Mapping[str, Sequence[int]], fewer_than: float = 80.0) -> str:
-    """Return a table by folder, and one of files of which *fewer_than* percent were run, in Markdown."""
+    """Return a Markdown table by folder, and one of files with *fewer_than* percent of lines run."""
     folders: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, (n_lines, n_run) in counts.items():
         folder = str(Path(name).parent)
@@ -109,7 +109,7 @@ def summary(counts: Mapping[str, Sequence[int]], fewer_than: float = 80.0) -> st
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, run, report. 0 if all tests passed; the reports are written either way."""
+    """Build, run, and always write the reports; return 0 if all tests passed."""
     parser = argparse.ArgumentParser(prog="tests.support.covered", description=__doc__.partition("\n")[0])
     parser.add_argument("--pytest", default="", help="arguments for pytest, as one word")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Records of a bench with known times, for what reads curves over sizes."""
+"""Records of a bench with known times, for tests of curves over sizes."""
 from __future__ import annotations
 
 

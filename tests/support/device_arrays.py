@@ -1,4 +1,4 @@
-"""Arrays of streams of the host device, for functions that ranks run."""
+"""Arrays on streams of the host device, for functions that ranks run."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support.device_memory import LIMIT_S
 
 
 def values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
-    """Numbers of this rank whose sum depends on the association."""
+    """Return numbers of this rank whose sum depends on the order of additions."""
     rng = np.random.default_rng([seed, bpsfast.rank()])
     numpy_dtype = TABLE[dtype].numpy
     if np.dtype(numpy_dtype).kind in "iu":
@@ -46,10 +46,10 @@ class Stream:
         return found[0]
 
     def check(self, x: Any, value: float, wrong: list[Any]) -> None:
-        """Let the stream see whether *x* is *value* all over, and enter into *wrong* what it is not. Does not wait."""
+        """Enqueue a check that all elements of *x* are *value*, which adds others to *wrong*; does not wait."""
         self._stream.run(lambda: (x == value).all() or wrong.append(("late", value, x.flat[0])))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether both have the same bits."""
+    """Return whether both have the same bits."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

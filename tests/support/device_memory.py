@@ -1,4 +1,4 @@
-"""Memory of the host device for tests: what plays the host's is pinned, streams are closed, and can be held up."""
+"""Memory of the host device for tests: host memory is pinned, streams are closed, and can be held."""
 from __future__ import annotations
 
 import threading
@@ -13,17 +13,17 @@ from bpsfast.gpu.copies import CopyThread, DeviceRange, PartitionCopy, partition
 from bpsfast.gpu.host import HostDevice, HostStream
 from bpsfast.orchestration.errors import ClosedError
 
-#: No wait of a test takes longer.
+#: Longest wait of a test.
 LIMIT_S = 20.0
 
 
 def deadline() -> float:
-    """Return when a wait that begins now has failed."""
+    """Return the deadline of a wait that begins now."""
     return time.monotonic() + LIMIT_S
 
 
 class Held:
-    """A stream of *device* that stands still until `go`."""
+    """A stream of *device* that is blocked until `go`."""
 
     def __init__(self, device: HostDevice) -> None:
         self._gate = threading.Event()
@@ -31,13 +31,13 @@ class Held:
         self.stream.run(lambda: self._gate.wait(LIMIT_S))
 
     def go(self) -> None:
-        """Let it go on."""
+        """Let the stream continue."""
         self._gate.set()
 
 
 @contextmanager
 def held(device: HostDevice) -> Iterator[Held]:
-    """A stream that stands still; at the end it goes on, and is closed."""
+    """Yield a blocked stream; continue and close it at the end."""
     it = Held(device)
     try:
         yield it
@@ -57,7 +57,7 @@ def copier_of(copier: L) -> Iterator[L]:
 
 
 class Memory:
-    """*nbytes* on each side of *device*, different from each other."""
+    """*nbytes* on each side of *device*, with different contents."""
 
     def __init__(self, device: HostDevice, nbytes: int) -> None:
         self.on_device = np.random.default_rng(0).integers(1, 256, nbytes, np.uint8)
@@ -72,7 +72,7 @@ class Memory:
 
 
 class Slow(HostStream):
-    """A stream whose copies wait for `go`, one each, and are noted in `order` when they are enqueued."""
+    """A stream whose copies each wait for `go`; `order` has them in the order in which they were enqueued."""
 
     def __init__(self, device: HostDevice) -> None:
         super().__init__(device)
@@ -104,7 +104,7 @@ class SlowDevice(HostDevice):
 
 
 def eventually(happens: Callable[[], object]) -> None:
-    """Wait until *happens* is true: of what a thread does by itself, and tells nobody of."""
+    """Wait until *happens* is true, for effects of a thread without a notification."""
     end, moment = deadline(), threading.Event()
     while not happens():
         assert time.monotonic() < end, "it does not happen"

@@ -1,4 +1,4 @@
-"""A store as `rendezvous` needs it, over a directory: a file for each key."""
+"""A store for `rendezvous` in a directory, with a file for each key."""
 from __future__ import annotations
 
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class DirectoryStore:
-    """Keys are set by one process each, as those of a rendezvous are; so counters need no lock."""
+    """Each key is set by one process, as in a rendezvous, so counters need no lock."""
 
     def __init__(self, folder: str | Path, default_s: float = 30.0) -> None:
         self._folder = Path(folder)

@@ -1,4 +1,4 @@
-"""A communication service with real streams, whose other ends are the test's."""
+"""A communication service with real streams, whose other ends belong to the test."""
 from __future__ import annotations
 
 import queue
@@ -20,12 +20,12 @@ NBYTES = 100
 
 
 def alone(n_parts: int) -> dict[int, int]:
-    """Each part is a unit of its own."""
+    """Return units of one part each."""
     return {part: part for part in range(n_parts)}
 
 
 class Service:
-    """A dispatcher with real streams; the other ends are plain sockets that read what was written."""
+    """A dispatcher with real streams; the other ends are plain sockets that read the writes."""
 
     def __init__(self, n_peers: int, credit_nbytes: int, with_ranks: list[bool], fifo: bool = False) -> None:
         self.board = Segment(ring.BOARD_NBYTES, huge=False, populate=False)
@@ -53,7 +53,7 @@ class Service:
             self.far.append(far)
 
     def commit(self, order: tuple[int, ...], first_parts: dict[int, int] | None = None) -> None:
-        """Commit parts, each a unit of its own unless *first_parts* says otherwise, that all peers with ranks read."""
+        """Commit parts that all peers with ranks read; each is a separate unit unless *first_parts* has other units."""
         readers = {part: self.readers for part in range(len(order))}
         self.dispatcher.commit(order, first_parts or alone(len(order)), {}, readers)
 
@@ -70,9 +70,9 @@ class Service:
         return parts
 
     def sent(self, link: TcpLink, n_writes: int) -> int:
-        """Return how many writes *link* has counted as sent, once these are *n_writes* or nothing comes any more.
+        """Wait until *link* has counted *n_writes* as sent or the count stops growing; return the count.
 
-        What is read here may not be counted there yet.
+        A write that was read here may not be counted there yet.
         """
         deadline = time.monotonic() + 20
         while (n_sent := link.counters()["writes_sent"]) < n_writes and time.monotonic() < deadline:

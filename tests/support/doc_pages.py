@@ -1,11 +1,11 @@
-"""What stands in README.md and the pages of bpsfast/docs: their blocks of code, links and headings.
+"""The contents of README.md and the pages of bpsfast/docs: code blocks, links and headings.
 
-A block begins with ``` and its language. What GitHub does not show may stand before and after it, in comments:
+A block begins with ``` and its language. Comments, which GitHub does not show, may be before and after it:
 
     <!-- before: / lines of Python / -->       run before a Python block, in the same program
     <!-- after: / lines of Python / -->        run after it
-    <!-- runs -->                              the shell block below is run as it stands, beside the page's train.py
-    <!-- installs -->                          the shell block below installs: its lines are checked, and not run
+    <!-- runs -->                              the shell block below is run, in a folder with the page's train.py
+    <!-- installs -->                          the shell block below installs: its lines are checked, but not run
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINK = re.compile(r"\[(?:[^\]\[]|!\[[^\]]*\]\([^)]*\))*\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code of *page*, from *line* on; *runs*: all of it, as it stands."""
+    """One code block of `page`, from `line` on; `runs`: the whole block is run."""
 
     page: str
     line: int
@@ -38,7 +38,7 @@ class Block:
 
     @property
     def program(self) -> str:
-        """The whole Python program."""
+        """Return the whole Python program."""
         return f"{self.before}{self.text}{self.after}"
 
 
@@ -79,12 +79,12 @@ class Page:
         return re.sub(r"<!--.*?-->", "", "\n".join(lines), flags=re.S)
 
     def links(self) -> list[str]:
-        """Return where links and pictures point to, but for what is elsewhere on the web."""
+        """Return the targets of links and pictures, except web addresses."""
         prose = re.sub(r"`[^`]*`", "", self.prose())
         return [to for to in _LINK.findall(prose) if not re.match(r"[a-z]+:", to)]
 
     def anchors(self) -> set[str]:
-        """Return what follows # in links to the headings, as GitHub makes it."""
+        """Return the anchors of the headings, as GitHub makes them."""
         heads = re.findall(r"^#+ (.*)$", self.prose(), re.M)
         return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -96,7 +96,7 @@ def pages() -> list[Page]:
 
 
 def _fenced(lines: list[str]) -> Iterator[tuple[int, str, list[str], int]]:
-    """Yield of each fenced block: index of its first line, language, lines inside, index of its last line."""
+    """Yield for each fenced block: index of its first line, language, lines inside, index of its last line."""
     begin, language, indent = -1, "", ""
     for index, line in enumerate(lines):
         match = _FENCE.match(line)

@@ -1,5 +1,6 @@
-"""A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP MOMENT (it kills itself there, before or
-after backward, or stepped; or instead of making the model).
+"""A training with PyTorch that survives lost workers: FOLDER KIND MEMBER STEP MOMENT.
+
+Worker MEMBER kills itself in STEP at MOMENT: before or after backward, after the step, or instead of making the model.
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -25,9 +26,9 @@ def main() -> None:
     bps.init()
     member = current_client()
     number = member.number if member is not None else bps.rank()
-    torch.manual_seed(number)  # all get those of one rank
+    torch.manual_seed(number)  # all ranks get the weights of one
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
-    model.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel gives all ranks rank 0's
+    model.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts rank 0's
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if kind == "ddp":
         if moment == "making" and str(number) == victim:

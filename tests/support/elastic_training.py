@@ -1,12 +1,11 @@
-"""A deterministic training that tells who took part in each step, for elastic jobs whose workers are killed.
+"""A deterministic training that records the workers of each step, for elastic jobs whose workers are killed.
 
     python -m tests.support.elastic_training FOLDER STEPS [DEED]...
 
-The deed ``MEMBER@STEP+SECONDS`` kills worker MEMBER so long after it has begun STEP, ``MEMBER%RESTORE+SECONDS`` so long
-after it has gone back to a commit for the RESTORE-th time, ``MEMBER~SECONDS`` so long after it has begun to join its
-first job; ``MEMBER&OTHER@STEP`` lets it kill OTHER and itself at STEP, ``MEMBER!STEP`` raise a ValueError. ``own`` has
-a state of a class of the program's own. ``+STEP`` lets worker 0 write the file *add* there; two ranks then wait for
-more.
+The deed ``MEMBER@STEP+SECONDS`` kills worker MEMBER SECONDS after the start of STEP, ``MEMBER%RESTORE+SECONDS`` SECONDS
+after its RESTORE-th return to a commit, ``MEMBER~SECONDS`` SECONDS after it has begun to join its first job.
+``MEMBER&OTHER@STEP`` makes it kill OTHER and itself at STEP, ``MEMBER!STEP`` raise a ValueError. ``own`` uses a state
+of a user-defined class. ``+STEP`` makes worker 0 write the file *add* in STEP; two ranks then wait for more.
 """
 from __future__ import annotations
 
@@ -30,26 +29,26 @@ SIZE = 50_000
 
 
 def pushed(rank: int, step: int) -> np.ndarray:
-    """What *rank* pushes at *step*."""
+    """Return the array that *rank* pushes in *step*."""
     return np.random.default_rng((rank, step)).standard_normal(SIZE, dtype=np.float32)
 
 
 def averaged(nodes: Sequence[int], step: int) -> np.ndarray:
-    """The average over ranks that are on *nodes*: by node, ranks of each first."""
+    """Return the average over the ranks of *nodes*, summed over the ranks of each node first."""
     groups = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
     partials = [functools.reduce(np.add, (pushed(rank, step) for rank in ranks)) for ranks in groups]
     return functools.reduce(np.add, partials) / np.float32(len(nodes))
 
 
 def kill_later(seconds: float) -> None:
-    """Kill this process in so many seconds, whatever it does then."""
+    """Kill this process after *seconds*."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
 
 
 class Deeds:
-    """What happens to this worker, and when."""
+    """The deeds of this worker."""
 
     def __init__(self, words: Sequence[str], member: int) -> None:
         mine = [word for word in words if word[0] != "+" and "&" not in word]
@@ -86,7 +85,7 @@ class Counted(elastic.ObjectState):
 
 
 class Own(elastic.State):
-    """A state as users write them, which counts as well."""
+    """A user-defined state, which also counts."""
 
     def __init__(self, deeds: Deeds, weights: np.ndarray, step: int) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ def main() -> None:
                 (Path(folder) / "add").touch()
             mean = bpsfast.push_pull(pushed(bpsfast.rank(), state.step), name="g")
             if state.step in deeds.adds and bpsfast.size() == 2:
-                state.check()  # the step is made again until somebody has come
+                state.check()  # the step is repeated until a worker has joined
                 continue
             print(json.dumps({"job": job, "step": state.step}), file=log)
             state.weights += mean

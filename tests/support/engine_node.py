@@ -1,4 +1,4 @@
-"""A engine_node of the job in one process: an engine, and the ports, lanes and memory of its ranks."""
+"""A node in one process: an engine, and the ports, lanes and memory of its ranks."""
 import numpy as np
 
 from bpsfast import kernels

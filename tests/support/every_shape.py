@@ -6,7 +6,7 @@
     def test_mean(everywhere):
         everywhere.run(mean)
 
-Checks must use names of their own for what they push.
+Checks must use different names of tensors.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHAPES = ((1,), (2,), (3,), (4,), (1, 1), (2, 1), (2, 2))
 
 
 class SturdyJob:
-    """A job that is started when it is needed, and anew after a check has failed: the next ones shall not fail with it.
+    """A job that starts when it is needed, and again after a failed check, so that later checks do not fail, too.
 
-    *start* starts it, as ``conftest.Job``.
+    *start* starts it, like ``conftest.Job``.
     """
 
     def __init__(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> None:
@@ -31,7 +31,7 @@ class SturdyJob:
 
     @property
     def job(self) -> Any:
-        """The job that runs."""
+        """Return the running job."""
         if self._job is None:
             self._job = self._start()
         return self._job
@@ -54,10 +54,10 @@ class SturdyJob:
 
 def numerical_gradient(loss: Callable[[Any], float], x: Any, rank: int, size: int,
                        total: Callable[[float], float], h: float = 1e-5) -> Any:
-    """Return the derivative of the sum of all ranks' losses by each element of this rank's *x*: central differences.
+    """Return the derivative of the sum of all ranks' losses by each element of this rank's *x*, by central differences.
 
-    Called on all ranks together. ``loss(x)`` may be collective; ``total(number)`` returns its sum over all ranks. *x*
-    is a flat float64 tensor; it is left as it was.
+    All ranks call it together. ``loss(x)`` may be collective; ``total(number)`` returns the sum over all ranks. *x* is
+    a flat float64 tensor, unchanged at the end.
     """
     found = x.clone()
     for mover in range(size):

@@ -1,7 +1,7 @@
-"""Ranks that use torch, forked from one process that has imported it: each would spend three seconds of a core on that.
+"""Ranks that use torch, forked from one process that has imported it, because each import takes three CPU seconds.
 
-What a rank sees is as if it had been started as a program: its environment, folder, output, the end by `exit`. Only
-torch is there already, and what torch imports with its first optimizer.
+A rank has the environment, folder, output and exit of a program. Only torch, and the modules that it imports with its
+first optimizer, are imported already.
 """
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", 
 
 
 def start_server() -> None:
-    """Start the process that is forked, before any test counts descriptors. Idempotent."""
+    """Start the process to fork, before any test counts descriptors. Idempotent."""
     threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # or torch begins a thread, which would be missing in what is forked
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise torch starts a thread, which forked processes would not have
     try:
         forkserver.ensure_running()
         resource_tracker.ensure_running()
@@ -35,25 +35,25 @@ def start_server() -> None:
 
 
 class ForkedRank:
-    """A rank's process that reads what to do from *commands*; as a `subprocess.Popen`, as far as tests use one."""
+    """A rank's process that reads *commands*, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, environ: Mapping[str, str], commands: Connection) -> None:
         start_server()
         self._process = _context.Process(target=_main, args=(dict(environ), os.getcwd(), commands, _Output()))
         self._process.start()
         self.pid: int = self._process.pid
-        #: How it ended, -N by signal N; None as long as nobody has asked since.
+        #: Exit code, -N for signal N; None until `poll` or `wait` has seen the end.
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it ended, if it did."""
+        """Return the exit code, or None if it still runs."""
         if self.returncode is None and self._process.exitcode is not None:
             self.returncode = self._process.exitcode
             self._process.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return how it ended; raises `subprocess.TimeoutExpired`."""
+        """Wait for its end and return the exit code; raises `subprocess.TimeoutExpired`."""
         if self.returncode is None:
             self._process.join(timeout)
         if self.poll() is None:
@@ -71,7 +71,7 @@ class ForkedRank:
 
 
 class _Output:
-    """Where this process writes to now, wherever that is sent."""
+    """The present output of this process, wherever it goes."""
 
     def __reduce__(self) -> Any:
         return _Descriptors, (DupFd(1), DupFd(2))
@@ -91,10 +91,10 @@ def _main(environ: Mapping[str, str], folder: str, commands: Connection, output:
     os.chdir(folder)
     code = 1
     try:
-        from tests.support import rank_process  # imports nothing of ours before the environment is a rank's
+        from tests.support import rank_process  # must not import bpsfast before the environment is set
 
         rank_process.serve(commands)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    ctypes.pythonapi.Py_Exit(code)  # multiprocessing's own end calls nothing that was registered with atexit
+    ctypes.pythonapi.Py_Exit(code)  # multiprocessing's own exit does not call atexit functions

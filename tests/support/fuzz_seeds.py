@@ -1,4 +1,4 @@
-"""Where fuzzing begins: for each target a few inputs that go deep, made here instead of kept as files."""
+"""Seeds of fuzzing: for each target a few inputs that reach deep code, generated instead of kept as files."""
 from __future__ import annotations
 
 import struct
@@ -20,7 +20,7 @@ from tests.support.fuzzed_parsers import TABLE
 
 
 def sample(kind: Any) -> Any:
-    """Return a value of a type as `msgspec.inspect` describes it; of several, one of the first."""
+    """Return a value of a type described by `msgspec.inspect`; for a union, one of the first type."""
     name = type(kind).__name__
     if name == "StructType":
         return kind.cls(**{field.name: sample(field.type) for field in kind.fields})
@@ -47,14 +47,14 @@ def _samples(union: Any) -> list[Any]:
 
 
 def control_messages() -> list[bytes]:
-    """Every message of each sender."""
+    """Return every message of each sender."""
     senders = (messages.NodeMessage, messages.SchedulerMessage, messages.LocalMessage)
     whole = [bytes([i]) + messages.encode(each) for i, union in enumerate(senders) for each in _samples(union)]
     return [*whole, b"\0\x81\xa4type\xa2\xff\xff", b"\0" + b"\x91" * 2000]
 
 
 def local_channel() -> list[bytes]:
-    """Every message that may come over one; two at once."""
+    """Return every message of a local channel, and two at once."""
     bodies = [messages.encode(each) for each in _samples(messages.LocalMessage)]
     bodies += [messages.encode(each) for each in _samples(shm.PeerHello) + _samples(shm.PeerWelcome)]
     framed = [struct.pack("<I", len(body)) + body for body in bodies]
@@ -62,14 +62,14 @@ def local_channel() -> list[bytes]:
 
 
 def rdma_offers() -> list[bytes]:
-    """Every one."""
+    """Return every offer."""
     kinds = [each for each in vars(rdma_messages).values()
              if isinstance(each, type) and issubclass(each, messages.Message)]
     return [messages.encode(sample(msgspec.inspect.type_info(each))) for each in kinds if each is not messages.Message]
 
 
 def stream_hello() -> list[bytes]:
-    """One that is right, but for what depends on the nonce."""
+    """Return a hello that is right except for the part that depends on the nonce."""
     hello = msgspec.msgpack.encode(security.StreamHello(peer=0, stream=1, epoch=1))
     return [bytes(32) + struct.pack("<H", len(hello)) + hello + bytes(32)]
 
@@ -81,19 +81,19 @@ def perf_control() -> list[bytes]:
 
 
 def post_frames() -> list[bytes]:
-    """Every kind, and a conversation."""
+    """Return every kind of frame, and a conversation."""
     kinds = [protocol.Frame(kind, number=1, nbytes=4 * (kind == protocol.EAGER)) for kind in range(1, 9)]
     packed = [each.pack() + bytes(each.n_payload) for each in kinds]
     return [*packed, b"".join(packed[:2] + packed[3:])]
 
 
 def frame_headers() -> list[bytes]:
-    """The same."""
+    """Return the same frames."""
     return post_frames()
 
 
 def row_frames() -> list[bytes]:
-    """A sum of two frames, and one without room."""
+    """Return a sum of two frames, and one without space."""
     whole = np.zeros(TABLE.stride * 2, np.uint8)
     TABLE.write(whole, np.array([1, 4, 6, 9]), np.ones((4, 2), np.float32))
     full = np.zeros(TABLE.stride * 2, np.uint8)
@@ -102,7 +102,7 @@ def row_frames() -> list[bytes]:
 
 
 def codec_frames() -> list[bytes]:
-    """What each codec makes of some values, whole."""
+    """Return whole frames of each codec."""
     values = np.linspace(-2, 3, 40)
     return [bytes([i, 40, flags]) + codec_reference.encode(codec, values.astype((np.float32, np.float64)[flags // 2]),
                                                    codec_reference.Generator(codec.seed))
@@ -114,7 +114,7 @@ def _header(slot: int, round: int, nbytes: int, flags: int = 0) -> bytes:
 
 
 def slots() -> list[bytes]:
-    """Writes of both parities, frames, an empty contribution, a round that was there already, one that is not due."""
+    """Return writes of both parities, frames, an empty contribution, a repeated round, and one that is not due."""
     writes = _header(1, 1, 16) + bytes(range(16)) + _header(2, 2, 64) + bytes(64)
     framed = _header(3, 1, 24) + struct.pack("<Q", 16) + bytes(16) + _header(5, 3, 8) + bytes(8)
     longer = _header(5, 3, 24) + struct.pack("<Q", 16) + bytes(16)
@@ -123,9 +123,9 @@ def slots() -> list[bytes]:
 
 
 def sealed() -> list[bytes]:
-    """What nobody has sealed; writes that were, one of them changed, or repeated; a header of the peer's own making.
+    """Return unsealed writes; sealed ones, one of them changed or repeated; and a header that the peer made up.
 
-    The first byte, with 4: not sealed, but with checksums.
+    Flag 4 in the first byte: not sealed, but with checksums.
     """
     def write(slot: int, round: int, payload: bytes, flags: int = 0) -> bytes:
         return bytes([slot, round, flags, len(payload), 0]) + payload
@@ -142,7 +142,7 @@ def sealed() -> list[bytes]:
 
 
 def rows() -> list[bytes]:
-    """Four frames of the target's shape, summed by two ranks and a node before and after; changes while that lasts."""
+    """Return four frames of the target's shape, summed by two ranks and two nodes, with changes during the sum."""
     def frame(*indices: int) -> bytes:
         values = (24 + 4 * len(indices) + 63) // 64 * 64
         head = struct.pack(f"<3Q{len(indices)}I", values + 8 * len(indices) - 8, len(indices), 0, *indices)
@@ -161,7 +161,7 @@ def _entry(lane: int, part: int, round: int, flags: int = 0, segment: int = 0, o
 
 
 def engine() -> list[bytes]:
-    """Rounds of each kind of part, parked ones, results that come again, what is out of bounds."""
+    """Return rounds of each kind of part, parked rounds, repeated results, and values out of bounds."""
     mapped, run = bytes([7, 0, 7, 1]), bytes([9, 0])
     word = b"".join(struct.pack("<Q", i) for i in range(4))
     both = [_entry(0, part, 1) + _entry(1, part, 1) for part in range(6)]
@@ -180,19 +180,19 @@ def engine() -> list[bytes]:
 
 
 def memory() -> list[bytes]:
-    """Slots that are told of and given back; a head that is too far."""
+    """Return slots that are announced and returned, and a head that is too far."""
     entry = struct.pack("<3I2H2Q", 1, 1, 0, 1, 0, 40, 0)
     return [bytes(120) + b"\0" + entry + b"\x80" + entry, bytes(120) + b"\3" + struct.pack("<Q", 9)]
 
 
 def stream() -> list[bytes]:
-    """All partitions of the target."""
+    """Return all partitions of the target."""
     whole = b"".join(struct.pack("<2I", i, n) + bytes(n) for i, n in enumerate((24, 8, 1)))
     return [bytes([0, 6]) + whole, bytes([1, 63]) + whole + whole]
 
 
 def arrivals() -> list[bytes]:
-    """Writes, empty ones, frames, and one with another immediate."""
+    """Return writes, empty ones, frames, and one with a different immediate."""
     frame = bytes([1, 1]) + struct.pack("<Q", 16) + bytes(16)
     return [bytes([0, 0, 4, 3, 0, 0]), frame + bytes([0, 1]), bytes([8, 0]) + struct.pack("<Q", 0x05100000)]
 

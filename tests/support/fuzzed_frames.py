@@ -1,6 +1,6 @@
-"""Decode frames that are random or damaged, where one byte read or written too far ends the process.
+"""Decodes random or damaged frames in memory where an access out of bounds ends the process.
 
-``python -m tests.support.fuzzed_frames SEED N_FRAMES`` prints how many frames were taken and how many were refused.
+``python -m tests.support.fuzzed_frames SEED N_FRAMES`` prints how many frames were accepted and how many were refused.
 """
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_NBYTES = 32 * _MOST_ELEMENTS + 4096
 
 
 class Arena:
-    """Everything a kernel is given, each in front of a page of its own."""
+    """All arguments of a kernel, each before a guarded page."""
 
     def __init__(self) -> None:
         self.wire, self.x, self.out, self.scratch = (GuardedMemory(_MOST_NBYTES + 65536) for _ in range(4))
 
 
 def damage(frame: bytes, rng: np.random.Generator) -> bytes:
-    """Return *frame* after one accident, or what was never one."""
+    """Return *frame* with one damage, or random bytes."""
     changed = bytearray(frame)
     accident = rng.integers(0, 6)
     if accident == 0:
@@ -47,7 +47,7 @@ def damage(frame: bytes, rng: np.random.Generator) -> bytes:
 
 
 def try_one(arena: Arena, rng: np.random.Generator) -> bool:
-    """Encode, damage, decode; return whether it was taken. What is taken must be what the reading makes of it."""
+    """Encode, damage, decode; return whether it was accepted. The reference must then decode the same values."""
     codec = CODECS[int(rng.integers(0, len(CODECS)))]
     wide = ("float32", "float64")[int(rng.integers(0, 2))]
     n = int(rng.integers(1, _MOST_ELEMENTS))

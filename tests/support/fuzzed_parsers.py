@@ -1,4 +1,4 @@
-"""What reads bytes of peers in Python, one function each: it takes any bytes, and refuses them with its own errors.
+"""The Python parsers of peers' bytes, with a function for each that accepts any bytes or refuses them with its errors.
 
 ``python -m tests.support.fuzzed_parsers NAME LIBFUZZER-OPTIONS`` fuzzes one, guided by coverage (atheris).
 """
@@ -35,7 +35,7 @@ _MOST_FRAME_NBYTES = 4096
 
 @contextlib.contextmanager
 def _said(data: bytes, family: socket.AddressFamily = socket.AF_UNIX) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield our end and the other one, which has said *data* and says no more."""
+    """Yield our end and the other one, which has sent *data* and sends nothing more."""
     if family == socket.AF_UNIX:
         ours, theirs = socket.socketpair()
     else:
@@ -49,7 +49,7 @@ def _said(data: bytes, family: socket.AddressFamily = socket.AF_UNIX) -> Iterato
 
 
 def control_messages(data: bytes) -> None:
-    """Decode a message of the control plane; what was taken is written and taken again."""
+    """Decode a message of the control plane; encode an accepted one and decode it again."""
     sender = ("node", "scheduler", "local")[data[0] % 3 if data else 0]
     with contextlib.suppress(ProtocolError):
         transfer = messages.decode(data[1:], sender)
@@ -58,7 +58,7 @@ def control_messages(data: bytes) -> None:
 
 
 def local_channel(data: bytes) -> None:
-    """Take frames off a local channel."""
+    """Read frames from a local channel."""
     with _said(data) as (ours, _), message_socket.MessageSocket(ours, shm.decode) as line:
         with contextlib.suppress(ProtocolError, PeerLostError):
             while True:
@@ -66,20 +66,20 @@ def local_channel(data: bytes) -> None:
 
 
 def rdma_offers(data: bytes) -> None:
-    """Decode what ranks tell each other before they meet over RDMA."""
+    """Decode the messages of ranks before they connect over RDMA."""
     with contextlib.suppress(ProtocolError):
         rdma_messages.decode(data)
 
 
 def stream_hello(data: bytes) -> None:
-    """Accept a data connection of somebody who can prove that he has the key."""
+    """Accept a data connection of a peer that has proved the key."""
     with _said(security.MAGIC + data) as (ours, _), mock.patch.object(security, "verify", lambda *arguments: True):
         with contextlib.suppress(BpsError):
             security.plain_handshake_acceptor(ours, b"key", "context", peer=1, epoch=1, timeout_s=1.0)
 
 
 def perf_control(data: bytes) -> None:
-    """Take messages off the connection of ``bpsfast perf``."""
+    """Read messages from the connection of ``bpsfast perf``."""
     with _said(data, socket.AF_INET) as (ours, _):
         control = Control(ours, 1.0)
         with contextlib.suppress(BpsError):
@@ -115,7 +115,7 @@ def frame_headers(data: bytes) -> None:
 
 
 def row_frames(data: bytes) -> None:
-    """Read the sum of a table from memory that says anything."""
+    """Read the sum of a table from memory with any contents."""
     memory = np.zeros(TABLE.stride * TABLE.n_parts, np.uint8)
     memory[: min(len(data), memory.size)] = np.frombuffer(data[: memory.size], np.uint8)
     with contextlib.suppress(ProtocolError):
@@ -130,9 +130,9 @@ def _guarded() -> tuple[GuardedMemory, ...]:
 
 
 def codec_frames(data: bytes) -> None:
-    """Decode a frame with the compiled kernel, in front of pages that nobody may touch, and compare with its reading.
+    """Decode a frame with the compiled kernel, before guarded pages, and compare it with the reference.
 
-    The reading is what guides the fuzzer: it sees no compiled code.
+    The reference guides the fuzzer, which cannot see compiled code.
     """
     if len(data) < 3:
         return
@@ -152,7 +152,7 @@ def codec_frames(data: bytes) -> None:
         out.ctypes.data, n, wire.ctypes.data, len(frame), count(codec, n), flags_of(codec), add, scratch.ctypes.data)
     try:
         want = codec_reference.add(codec, frame, before) if add else codec_reference.decode(codec, frame, n, wide)
-    except Exception:  # the reading trusts its frame: whatever it raises, the kernel has to refuse
+    except Exception:  # the reference trusts its frame; if it raises, the kernel must refuse
         want = None
     assert result in (0, -1)
     if want is not None and result == 0:
@@ -170,11 +170,11 @@ PARSERS: dict[str, Callable[[bytes], None]] = {each.__name__: each for each in (
 
 
 def main(name: str, options: list[str]) -> None:
-    """Fuzz one of them; ends the process."""
+    """Fuzz one parser; ends the process."""
     import atheris
 
     parse = PARSERS[name]
-    if parse is codec_frames:  # compiled beforehand: else the first inputs count as slow ones
+    if parse is codec_frames:  # compile first, otherwise the first inputs count as slow
         for index in range(2 * len(CODECS)):
             _decoder(index // 2, ("float32", "float64")[index % 2])
     for module in (message_socket, messages, security, protocol, frame_socket, peer, rdma_messages, shm,

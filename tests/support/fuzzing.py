@@ -1,7 +1,7 @@
-"""Fuzz what reads a peer's bytes, guided by coverage: ``python -m tests.support.fuzzing [SECONDS]``, or ``make fuzz``.
+"""Fuzzes parsers of peers' bytes, guided by coverage: ``python -m tests.support.fuzzing [SECONDS]``, or ``make fuzz``.
 
-The seconds are shared out: the C targets of `tests/native/fuzz` (clang's libFuzzer, AddressSanitizer and UBSan) and the
-parsers in Python (`tests.support.fuzzed_parsers`, atheris). A table says what was done. Crashing inputs are kept.
+The seconds are divided between the C targets of `tests/native/fuzz` (clang's libFuzzer, AddressSanitizer and UBSan) and
+the parsers in Python (`tests.support.fuzzed_parsers`, atheris). It prints a table and keeps crashing inputs.
 """
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.fuzzed_parsers import PARSERS
 
 PROGRAMS = tuple(sorted(path.stem for path in (sanitized.NATIVE / "fuzz").glob("*.c") if path.stem != "driver"))
 _MOST_NBYTES = 2048
-#: Where inputs that crashed are kept.
+#: Folder of inputs that crashed.
 KEPT = sanitized.ROOT / "out" / "fuzz"
 
 
 class Outcome(NamedTuple):
-    """What became of one target: `crash` names the kept input, "" for none."""
+    """Result of one target: `crash` is the path of the kept input, or ""."""
 
     target: str
     n_runs: int
@@ -45,7 +45,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 def fuzz(name: str, command: list[str], seconds: float, folder: Path) -> Outcome:
-    """Run one target for that long, from its seeds; *folder* is its own."""
+    """Run one target for *seconds*, from its seeds, in its *folder*."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     fuzz_seeds.write(name, corpus)

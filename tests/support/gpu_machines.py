@@ -1,17 +1,17 @@
-"""Machines by formula: the paper's two, and their relatives."""
+"""Generated machines: the paper's two, and similar ones."""
 from __future__ import annotations
 
 from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 
 GIGA = 1e9
-#: Which GPUs of a DGX-1 NVLinks join: two squares with diagonals, corner to corner.
+#: Pairs of GPUs of a DGX-1 that NVLink connects: two squares with diagonals, connected corner to corner.
 CUBE = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7),
         (0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def switched(per_switch=(4, 4), sockets=(0, 1), gpu_rate=105 / 8 * GIGA, switch_rate=None, nvlinks=(),
              card_at="socket0", wire_rate=12.5 * GIGA, memory_rate=0.0, socket_rate=40 * GIGA):
-    """Switches with GPUs below each, at *sockets*; one card at the part *card_at*, None: no card."""
+    """Return switches at *sockets* with GPUs below each, and a network card at the part *card_at* (None: no card)."""
     parts = [Part(f"socket{n}", PartKind.SOCKET, memory_rate_bytes=memory_rate) for n in range(max(sockets) + 1)]
     links = [Link(f"socket{n}", f"socket{n + 1}", LinkKind.SOCKETS, socket_rate) for n in range(max(sockets))]
     gpus = 0
@@ -30,11 +30,11 @@ def switched(per_switch=(4, 4), sockets=(0, 1), gpu_rate=105 / 8 * GIGA, switch_
 
 
 def dgx1(**values):
-    """OSDI'20 Fig. 8: four switches of two GPUs, NVLinks, the card below the first switch."""
+    """Return the machine of OSDI'20 Fig. 8: four switches of two GPUs, NVLinks, the card below the first switch."""
     return switched(**{"per_switch": (2, 2, 2, 2), "sockets": (0, 0, 1, 1), "gpu_rate": 13 * GIGA, "nvlinks": CUBE,
                        "card_at": "switch0"} | values)
 
 
 def load(loads, a, b):
-    """What the link between *a* and *b* carries."""
+    """Return the load of the link between *a* and *b*."""
     return next(value for link, value in loads.links.items() if {link.a, link.b} == {a, b})

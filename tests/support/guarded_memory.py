@@ -1,4 +1,4 @@
-"""Memory that ends where a page begins that nobody may touch: one byte too far ends the process."""
+"""Memory before an inaccessible page, so that an access past its end kills the process."""
 from __future__ import annotations
 
 import ctypes
@@ -10,7 +10,7 @@ _PROT_NONE = 0
 
 
 class GuardedMemory:
-    """*capacity_nbytes* of memory in front of such a page; each `take` ends right there."""
+    """*capacity_nbytes* of memory before such a page; each `take` ends at the page."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         n_pages = -(-capacity_nbytes // mmap.PAGESIZE)
@@ -23,5 +23,5 @@ class GuardedMemory:
             raise OSError(ctypes.get_errno(), "mprotect refused the guard page")
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return the last *nbytes* in front of the page."""
+        """Return the last *nbytes* before the page."""
         return self._bytes[self._end - nbytes : self._end]

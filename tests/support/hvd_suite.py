@@ -1,9 +1,9 @@
-"""Cases that Horovod's own tests ask of hvd, each under the name of Horovod's test, run by ranks of one job.
+"""Cases for Horovod's own tests of hvd, each with the name of Horovod's test, run by the ranks of one job.
 
     @case("test_horovod_allreduce")            # in test_hvd_suite_*.py: a function that asserts on every rank
     def sums(): ...
 
-After each case the ranks make a sum without a name: whoever has fallen out of step with the others fails there.
+After each case the ranks make a sum without a name, which fails if they are out of step.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, Callable[[], None]] = {}
 
 
 def case(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enter the function as what shows that Horovod's tests *names* pass."""
+    """Register the function as the case of Horovod's tests *names*."""
     def enter(function: Callable[[], None]) -> Callable[[], None]:
         for name in names:
             assert name not in CASES, f"{name} is there twice"
@@ -41,7 +41,7 @@ def case(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def run_case(name: str) -> None:
-    """Run the case on this rank, and see that it is in step with the others afterwards."""
+    """Run the case on this rank, and check afterwards that it is in step with the others."""
     hvd.init()
     CASES[name]()
     total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
@@ -66,7 +66,7 @@ def own_set() -> Iterator[Any]:
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype, salt: int = 0, largest: int = 100) -> torch.Tensor:
-    """Return whole numbers up to *largest* in size, others on each rank; none is negative where *dtype* has no sign."""
+    """Return integers of magnitude up to *largest*, different on each rank; none is negative for unsigned *dtype*."""
     generator = torch.Generator().manual_seed(rank + 100 * salt)
     least = 0 if dtype == torch.uint8 else -largest
     return torch.randint(least, largest + 1, tuple(shape), generator=generator).to(dtype)
@@ -74,17 +74,17 @@ def values(rank: int, shape: Sequence[int], dtype: torch.dtype, salt: int = 0, l
 
 def stacked(ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype, salt: int = 0,
             largest: int = 100) -> torch.Tensor:
-    """Return what *ranks* give, in float64, where every sum of it is exact."""
+    """Return the inputs of *ranks* in float64, in which sums of them are exact."""
     return torch.stack([values(rank, shape, dtype, salt, largest) for rank in ranks]).double()
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return *x* in *dtype*, cut off towards zero if that has no fractions."""
+    """Return *x* in *dtype*, truncated towards zero for integers."""
     return (x if dtype.is_floating_point else x.trunc()).to(dtype)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether both are equal, floating-point numbers up to their last digits."""
+    """Return whether both are equal, with a tolerance for floating-point numbers."""
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         return False
     if not found.dtype.is_floating_point:
@@ -94,7 +94,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def refused(errors: Any, function: Callable[..., object], *arguments: Any, **keywords: Any) -> str:
-    """Return the text of what *function* raises, which is one of *errors*."""
+    """Return the message of the exception of *function*, which must be one of *errors*."""
     with pytest.raises(errors) as caught:
         function(*arguments, **keywords)
     return str(caught.value)

@@ -1,5 +1,6 @@
-"""What tests of bpsfast.jax share; importing it skips them where there is no JAX. Ranks are started, not forked: JAX
-has threads from its first array on.
+"""Helpers of tests of bpsfast.jax; importing it without JAX skips the tests.
+
+Ranks are started, not forked, because JAX has threads after its first array.
 """
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def given(rank, dtype, shape):
 
 
 def defined(dtype, shape, average=True):
-    """Return the sum of all ranks' arrays, or the mean as it is defined."""
+    """Return the sum of all ranks' arrays, or their mean, by definition."""
     wide = np.int64 if dtype in INTEGERS else np.float64
     total = sum(np.asarray(given(rank, dtype, shape)).astype(wide) for rank in range(bps.size()))
     if average:
@@ -36,7 +37,7 @@ def defined(dtype, shape, average=True):
 
 
 def same(found, wanted):
-    """Whether two trees are the same, bit for bit."""
+    """Return whether two trees are equal bit for bit."""
     kinds = jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(wanted)
     pairs = zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(wanted))
     return kinds and all((a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -44,7 +45,7 @@ def same(found, wanted):
 
 
 def raised(function, *arguments, **keywords):
-    """Return the name of the class and the text of what *function* raises."""
+    """Return the class name and the message of the exception of *function*."""
     try:
         jax.block_until_ready(function(*arguments, **keywords))
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""A job with the messages that each node has been sent: what the tests of the scheduler's decisions sit at."""
+"""A job with the messages sent to each node, for tests of the scheduler's decisions."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ def spec(name, **fields):
 
 
 class Table:
-    """A job with the messages that each node has been sent, in order."""
+    """A job with the messages sent to each node, in order."""
 
     def __init__(self, **fields):
         self.job = Job(JobSettings(**{"num_nodes": 2, **fields}), 0.0)
@@ -40,14 +40,14 @@ class Table:
         self.post(self.job.tick(to))
 
     def got(self, sender, kind):
-        """The messages of *kind* that *sender* was sent since the last call."""
+        """Return the messages of *kind* sent to *sender* since the last call."""
         found = [message for message in self.inbox[sender] if isinstance(message, kind)]
         self.inbox[sender] = [message for message in self.inbox[sender] if not isinstance(message, kind)]
         return found
 
 
 def welcomed(**fields):
-    """Two nodes of two ranks and one helper, admitted."""
+    """Return a table with two nodes of two ranks and one helper, admitted."""
     table = Table(num_helpers=1, **fields)
     table.say(b"A", join("a", 2))
     table.say(b"H", join("h", 0))
@@ -56,7 +56,7 @@ def welcomed(**fields):
 
 
 def committed(*names):
-    """The same with *names* committed."""
+    """Return the same table with *names* committed."""
     table = welcomed()
     for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
         table.say(sender, *(m.Declare(rank=rank, tensors=tuple(map(spec, names))) for rank in ranks))

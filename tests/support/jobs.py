@@ -24,11 +24,11 @@ _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 
 
 class RankError(AssertionError):
-    """A function raised on a rank; the text holds its traceback."""
+    """A function raised on a rank; the text has its traceback."""
 
 
 class Outcome:
-    """What became of a function on one rank: `value`, or the `error`'s class name and `text`."""
+    """Result of a function on one rank: `value`, or the class name in `error` and the message in `text`."""
 
     def __init__(self, kind: str, *fields: Any) -> None:
         self.value = fields[0] if kind == "value" else None
@@ -41,8 +41,8 @@ class Outcome:
 class Job:
     """A real job on this machine: one scheduler, a node and its ranks for each entry of *ranks*, helpers.
 
-    The ranks' processes live as long as the job and run what `run` sends them. All processes are this object's
-    children; `close` ends the job in order and fails if something had to be killed. *forked*: see `forked`.
+    The ranks' processes live as long as the job and run the functions from `run`. All processes are children of this
+    process; `close` ends the job in order and fails if a process had to be killed. *forked*: see `forked`.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
@@ -85,11 +85,11 @@ class Job:
                 pass_fds=[theirs.fileno()]))
         self._pipes.append(ours)
 
-    # -- what tests do ---------------------------------------------------------------------------------------------
+    # -- for tests ------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -97,7 +97,7 @@ class Job:
         return self._values(self.attempt(function, *arguments, timeout_s=timeout_s))
 
     def attempt(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
-        """As `run`, but return what became of it on each rank; a rank that died has the error "died"."""
+        """Like `run`, but return the outcome on each rank; the error of a dead rank is "died"."""
         self.begin(function, *arguments)
         return self.outcomes(timeout_s)
 
@@ -106,7 +106,7 @@ class Job:
         self._send(inspect.getsourcefile(function), function.__name__, arguments, only)
 
     def outcomes(self, timeout_s: float = 60.0, only: tuple[int, ...] | None = None) -> list[Outcome]:
-        """Wait for what `begin` started."""
+        """Wait for the function of `begin`; return its outcomes."""
         deadline = time.monotonic() + timeout_s
         chosen = range(self.size) if only is None else only
         return [self._outcome(rank, deadline) for rank in chosen]
@@ -127,7 +127,7 @@ class Job:
         self.daemons[name].wait(10)
 
     def lose(self, *names: str) -> None:
-        """``kill -9`` daemons that the job goes on without: how they ended is not looked at in the end."""
+        """``kill -9`` daemons without which the job continues; `close` ignores their exit codes."""
         lost = [self.daemons.pop(name) for name in names]
         for process in lost:
             process.kill()
@@ -135,18 +135,18 @@ class Job:
             process.wait(10)
 
     def restart(self, name: str) -> None:
-        """Start a daemon that was killed again, as it was started first."""
-        Job._start(self, self._commands[name], {})  # a subclass has put in it what it puts there
+        """Start a killed daemon again with the same command."""
+        Job._start(self, self._commands[name], {})  # a subclass has already added its part
 
     def add(self, *names: str, **environ: str) -> None:
-        """Start helpers while the job runs: lost ones again, or others like the first, with *environ* besides."""
+        """Start helpers while the job runs: lost ones again, or others like the first, with *environ* added."""
         for name in names:
             like = self._helpers.get(name, next(iter(self._helpers.values())))
             place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
             self.daemons[name] = subprocess.Popen(like.argv, env={**like.environ, **place, **environ},
                                                   stdin=subprocess.DEVNULL)
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------------------
 
     def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:
         for rank in range(self.size) if only is None else only:
@@ -157,7 +157,7 @@ class Job:
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return Outcome(*pickle.loads(pipe.recv_bytes()))
-        except (EOFError, OSError):  # also in the midst of an answer
+        except (EOFError, OSError):  # even in the middle of an answer
             return Outcome("error", "died", f"rank {rank} ended with {self.ranks[rank].wait(5)}", "")
         raise RankError(f"rank {rank} did not answer in time")
 
@@ -169,7 +169,7 @@ class Job:
         return [outcome.value for outcome in outcomes]
 
     def close(self) -> None:
-        """End the job in order; everything must end by itself, with exit code 0."""
+        """End the job in order; all processes must end by themselves, with exit code 0."""
         try:
             if self._attached:
                 self.call("shutdown", timeout_s=20)

@@ -1,4 +1,4 @@
-"""What ``--json`` of each command holds: fields and their types. A change here is one for users' programs."""
+"""The fields, with types, of ``--json`` of each command. A change here affects users' programs."""
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Exact(msgspec.Struct, forbid_unknown_fields=True):
-    """All fields, and no others."""
+    """Base of structs without unknown fields."""
 
 
 class Error(Exact):

@@ -1,5 +1,4 @@
-"""What the ranks of tests of bpsfast.keras do, on whichever backend KERAS_BACKEND names; importing it skips tests where
-there is no Keras.
+"""Functions for ranks in tests of bpsfast.keras, on backend KERAS_BACKEND; importing it without Keras skips tests.
 """
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def fit(model, xs, epochs=1, callbacks=()):
 
 
 def units(prefix):
-    """Return what sums the tensors whose names begin so."""
+    """Return the units whose tensors have names with this *prefix*."""
     tensors = process.current().tensors
     return [tensors.unit(name) for name in tensors._specs if name.startswith(prefix)]
 
@@ -98,7 +97,7 @@ def every(text):
 
 
 def refused():
-    """Bad input of ranks: refused before anything is sent, so that the next call still fits."""
+    """Bad input of ranks is refused before anything is sent, so later calls work."""
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(0.1), name="refused"))
     wrong = [keras.ops.zeros((3, 3))]
     if keras.backend.backend() == "tensorflow":
@@ -121,14 +120,14 @@ def refused():
 
 
 def differing():
-    """Models that differ: the broadcast says how, and everybody can go on."""
+    """If models differ, the broadcast says how, and all ranks can continue."""
     units = 3 + (bps.rank() == 1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="wide")])
     return raised(bps.broadcast_global_variables, 0, model), float(bps.push_pull(1.0, average=False))
 
 
 def passes():
-    """Passes are accumulated here, and summed once."""
+    """Passes are accumulated on each rank, and summed once."""
     rank, size = bps.rank(), bps.size()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3, global_clipnorm=100.0)
     model = line(bps.DistributedOptimizer(optimizer, name="passes"))
@@ -142,7 +141,7 @@ def passes():
 
 
 def overflow():
-    """A gradient that is not finite on one rank: all skip that step."""
+    """If a gradient is not finite on one rank, all skip the step."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=8.0)
     model = line(bps.DistributedOptimizer(optimizer))
     fit(model, [1.0])
@@ -154,7 +153,7 @@ def overflow():
 
 
 def half_precision():
-    """The policy mixed_float16: Keras would wrap the optimizer the wrong way round."""
+    """With policy mixed_float16 Keras would wrap the optimizer in the wrong order."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         refusal = raised(line, bps.DistributedOptimizer(keras.optimizers.SGD(0.01)))
@@ -168,7 +167,7 @@ def half_precision():
 
 
 class Halved(keras.optimizers.SGD):
-    """An optimizer of the user's."""
+    """A user-defined optimizer."""
 
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate * 0.5)
@@ -177,7 +176,7 @@ class Halved(keras.optimizers.SGD):
 
 
 def saved(folder):
-    """Save and load, with the state: what goes on is what would have gone on."""
+    """A model that is saved and loaded with its state continues as it would have without that."""
     path = str(Path(folder) / f"{keras.backend.backend()}{bps.rank()}.keras")
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)))
     fit(model, [1.0 + bps.rank()] * 2)
@@ -202,7 +201,7 @@ def saved(folder):
 
 
 def fitted():
-    """All callbacks at once."""
+    """Train with all callbacks at once."""
     rank, size = bps.rank(), bps.size()
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(0.01 * size, momentum=0.5)), weight=2.0 + rank)
     before, rates = [], []
@@ -223,7 +222,7 @@ def fitted():
 
 
 def corrected():
-    """What momentum has gathered is scaled with the rate; a rate of 0 divides nothing."""
+    """The momentum is scaled with the rate; a rate of 0 causes no division."""
     rates, weight, gathered = [0.0, 0.04, 0.02], 2.0, 0.0
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(0.04, momentum=0.5)), weight=weight)
     schedule = bps.callbacks.LearningRateScheduleCallback(lambda epoch: rates[epoch] / 0.04, initial_lr=0.04)
@@ -238,7 +237,7 @@ def corrected():
 
 
 def compressed():
-    """A compressor, and a codec that hears of the learning rate."""
+    """Train with a compressor, and with a codec that receives the learning rate."""
     outcomes = []
     for number, chosen in enumerate((bps.Compression.fp16, bps.Compression.bf16,
                                      {"*coded/kernel": compression.onebit(error_feedback=True)})):
@@ -254,7 +253,7 @@ def compressed():
 
 
 def several():
-    """One optimizer for each layer, and two models side by side."""
+    """Train with one optimizer for each layer, and two models at once."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(1, name="b")])
     inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.01), {"a/.*": keras.optimizers.Adam(0.01)})
     model.compile(bps.DistributedOptimizer(keras.optimizers.MultiOptimizer(inner)), loss="mse")
@@ -268,7 +267,7 @@ def several():
 
 
 def digits():
-    """The example: as a rank of the job, and then alone, as two nodes and as one."""
+    """Run the example as a rank of the job, and then alone, like two nodes and like one."""
     import keras_digits
 
     keras_digits.N_EPOCHS = 6
@@ -282,7 +281,7 @@ def digits():
 
 
 def alone():
-    """One rank: nothing is sent, and everything works."""
+    """With one rank nothing is sent, and everything works."""
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     fit(model, [1.0], callbacks=[bps.callbacks.BroadcastGlobalVariablesCallback(0),
                                  bps.callbacks.MetricAverageCallback()])
@@ -291,7 +290,7 @@ def alone():
 
 
 def averaged():
-    """fit, twice, with moving averages of weights, which are the weights after each fit."""
+    """Call fit twice with moving averages of weights, which are the weights after each fit."""
     found = []
     for wrap in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
         model = line(bps.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))))
@@ -302,7 +301,7 @@ def averaged():
 
 
 def missing():
-    """One rank has metrics that the other has not: it is named, within the time."""
+    """If one rank lacks metrics of the other, an error names it before the timeout."""
     callbacks = [bps.callbacks.MetricAverageCallback()]
     callbacks[0].set_model(None)
     logs = {"loss": 1.0, "val_loss": 2.0} if bps.rank() == 0 else {"loss": 1.0}
@@ -310,7 +309,7 @@ def missing():
 
 
 def associated():
-    """The mean of gradients is that of the reference."""
+    """The mean of gradients is equal to the reference."""
     rank, size = bps.rank(), bps.size()
     gradients = [np.random.default_rng(r).standard_normal((1, 1)).astype(np.float32) for r in range(size)]
     model = line(bps.DistributedOptimizer(keras.optimizers.SGD(1.0)), weight=0.0)
@@ -322,7 +321,7 @@ def associated():
 
 
 def by_other_names():
-    """Horovod's API, and the module's name in bpsfast.tensorflow."""
+    """Use Horovod's API, and the module's name in bpsfast.tensorflow."""
     import bpsfast.hvd.keras as hvd
     from bpsfast.hvd.keras import callbacks
 
@@ -332,7 +331,7 @@ def by_other_names():
     total = sum(range(1, size + 1))
     mine = np.full(3, rank + 1, np.float32)
     assert (hvd.allreduce(mine, op=hvd.Sum) == total).all() and (hvd.allreduce(mine) == np.float32(total / size)).all()
-    whole = np.array([-3 - rank, 3 + rank], np.int32)  # cut off towards zero, not downwards
+    whole = np.array([-3 - rank, 3 + rank], np.int32)  # truncated towards zero, not rounded down
     sums = [sum(-3 - r for r in range(size)), sum(3 + r for r in range(size))]
     assert hvd.allreduce(whole, "whole").tolist() == [int(each / size) for each in sums]
     halves = hvd.allreduce(keras.ops.convert_to_tensor(whole), "halves", op=hvd.Sum, postscale_factor=0.5)

@@ -1,6 +1,6 @@
 """``python -m tests.support.line_count [COMMIT]``: lines of the product's sources by folder, now or in a commit.
 
-Counted are all lines of files of Python, Cython and C that git knows, apart from those below ``tests/``.
+It counts all lines of the Python, Cython and C files in git, except those below ``tests/``.
 """
 from __future__ import annotations
 

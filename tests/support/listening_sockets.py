@@ -1,4 +1,4 @@
-"""The sockets that a process listens on, as /proc shows them to anybody on the machine."""
+"""The sockets that a process listens on, from /proc, which any user of the machine can read."""
 from __future__ import annotations
 
 import contextlib
@@ -11,7 +11,7 @@ import psutil
 
 
 class Listening(NamedTuple):
-    """One of them. `kind`: "control" (the scheduler's), "data", "local" or "messages" (a rank's)."""
+    """One socket. `kind`: "control" (the scheduler's), "data", "local" or "messages" (a rank's)."""
 
     kind: str
     owner: str
@@ -19,18 +19,10 @@ class Listening(NamedTuple):
     address: tuple[str, int] | str
 
     def call(self, timeout_s: float) -> socket.socket:
-        """Connect within *timeout_s*, which then holds for what is said, too.
-
-        Raises
-        ------
-        BlockingIOError
-            If nobody let us in.
-        OSError
-            If that is refused.
-        """
+        """Connect; *timeout_s* is also the timeout of the socket. Raises `BlockingIOError` after it, or `OSError`."""
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         try:
-            # The way in which one waits for a place in a full queue of a local socket, too.
+            # This also waits for a place in the full queue of a local socket.
             whole, part = divmod(timeout_s, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
             sock.connect(self.address)
@@ -42,7 +34,7 @@ class Listening(NamedTuple):
 
 
 def of(owner: str, pid: int) -> list[Listening]:
-    """Return what process *pid* listens on; *owner* is its name in the job ("scheduler", "node 0", "rank 1")."""
+    """Return the sockets that *pid* listens on; *owner* is its name in the job ("scheduler", "node 0", "rank 1")."""
     role = owner.partition(" ")[0]
     over_tcp = {"scheduler": "control", "rank": "messages"}.get(role, "data")
     found = [Listening(over_tcp, owner, socket.AF_INET, tuple(each.laddr))

@@ -1,9 +1,9 @@
-"""Nodes of a job as the scheduler sees them, without bytes: what becomes of every input, partial and result on its way.
+"""Model of the nodes of a job, without bytes, which tracks every input, partial and result.
 
-A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do.
-Memory is a table of what lies where; a write carries what lies at its source when it arrives, so whoever reuses memory
-too early is found out, and it must be of the round that its slot expects, as RDMA has it. Nodes of one host announce
-where things lie, and read results in the owner's memory.
+A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do. Memory is
+a table of contents. A write delivers the contents of its source at its arrival, so premature reuse of memory is
+detected, and it must have the round that its slot expects, as with RDMA. Nodes of one host announce addresses, and read
+results in the owner's memory.
 """
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def ahead(round_, than):
 
 
 class Write(NamedTuple):
-    """Bytes on their way over a wire; to a node of the same host, word of them."""
+    """A write in flight; to a node of the same host, its announcement."""
 
     round: int
     at: tuple[Any, ...]
 
 
 class Part:
-    """As in `part.h`; `arrived`: where each input lies, by its source: ("rank", number) or ("node", index)."""
+    """As in `part.h`; `arrived`: location of each input by its source, ("rank", number) or ("node", index)."""
 
     def __init__(self, sources, owner, owned, round_, place, unit):
         self.sources, self.owner, self.owned, self.round = sources, owner, owned, round_
-        self.place = place  # in whose memory the result is read here, or summed
+        self.place = place  # the node in whose memory the result is read or summed
         self.unit = unit
         self.arrived, self.last = {}, {}
         self.is_kept, self.keeper, self.kept_round = False, -1, -1
@@ -47,19 +47,19 @@ class Part:
 
 
 class ModelNode:
-    """One node. *world*: `memory`, `post`, `end_process`, `near`, and what the scheduler is told (`tell`)."""
+    """One node. *world*: `memory`, `post`, `end_process`, `near`, and messages to the scheduler (`tell`)."""
 
     def __init__(self, world, index, ranks):
         self.world, self.index, self.ranks = world, index, ranks
         self.alive, self.frozen = True, False
         self.units, self.parts, self.board, self.queued = {}, {}, {}, []
         self.early, self.excluded = [], set()
-        self.given = {}  # part -> the round of which inputs may still come, although it was given up
-        self.bound = {}  # (node, part) -> [where it is written to, the round that is expected]
+        self.given = {}  # part -> abandoned round whose inputs may still arrive
+        self.bound = {}  # (node, part) -> [target of writes, expected round]
         self.lanes = {rank: deque() for rank in ranks}
         self.prepared = None
         self.awaited, self.unbound, self.is_waiting = [], [], False
-        self.generation = None  # the plan or `Recover` that a Commit is awaited for
+        self.generation = None  # the plan or `Recover` that waits for a Commit
 
     # -- the engine ---------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class ModelNode:
         self.world.post(self.index, self.parts[number].owner, number, Write(self.parts[number].round, at))
 
     def come(self, index, number, write):
-        """What node *index* has written or announced arrives."""
+        """Receive a write or an announcement of node *index*."""
         at = write.at
         if not self.world.near(index, self.index):
             assert (index, number) in self.bound, f"node {index} writes {number} into nothing at node {self.index}"
@@ -171,7 +171,7 @@ class ModelNode:
             part.arrived = {source: at for source, at in old.arrived.items() if source in part.sources}
 
     def commit(self):
-        """As `bps_table_commit`: what was put in takes part; what came meanwhile is taken in."""
+        """As `bps_table_commit`: activate new parts, and process the writes that arrived meanwhile."""
         self.queued = []
         for number, part in self.parts.items():
             part.committed = True
@@ -270,7 +270,7 @@ class ModelNode:
         self.world.tell(self.index, m.FreezeReport(epoch=message.epoch, progress=tuple(progress), near=tuple(near)))
 
     def on_recover(self, message):
-        """As `Succession.prepare`; what is bound here is written to only after the commit."""
+        """As `Succession.prepare`; bound memory is written only after the commit."""
         self.prepared, self.awaited, self.unbound = [], [], []
         unit_of = {part.part: unit.name for unit in message.units for part in unit.parts}
         for each in message.owner_changes:
@@ -297,7 +297,7 @@ class ModelNode:
         self.look()
 
     def look(self):
-        """As `Plans._announce`: what is on its way to or from owners that give up has to arrive."""
+        """As `Plans._announce`: writes in flight to or from owners that give up have to arrive first."""
         if self.is_waiting and all(self.bound[index, part][1] != round_ for index, part, round_ in self.awaited):
             self.is_waiting = False
             self.world.tell(self.index, m.Ready(generation=self.generation.generation))

@@ -1,16 +1,16 @@
-"""A job with two helpers at a table: what is said when one of them is lost, and what the nodes would answer."""
+"""A job with two helpers: the messages when one of them is lost, and the answers of the nodes."""
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
 from tests.support.job_table import Table, join, spec
 
-#: Who says something, in node order: A has ranks 0 and 1, B has rank 2, H and I are helpers.
+#: Senders in node order: A has ranks 0 and 1, B has rank 2, H and I are helpers.
 NODES = (b"A", b"B", b"H", b"I")
 WORKERS = NODES[:2]
 
 
 class LossyTable(Table):
-    """Admitted; `owned` by node: the numbers of committed partitions."""
+    """An admitted job; `owned`: numbers of committed partitions of each node."""
 
     def __init__(self, placement="optimal", joins=None, **fields):
         super().__init__(**{"num_nodes": 2, "num_helpers": 2, "max_helpers": 8, "placement": placement,
@@ -47,7 +47,7 @@ class LossyTable(Table):
             self.say(sender, m.Ready(generation=generation, **fields))
 
     def everybody_beats(self, to):
-        """The clock goes on, and all who take part are heard."""
+        """Advance the clock, with heartbeats of all members."""
         for sender in self.alive:
             self.say(sender, m.Heartbeat(sequence=0))
         self.tick(float(to))
@@ -56,18 +56,18 @@ class LossyTable(Table):
         self.post(self.job.unreachable(self.now, sender))
 
     def frozen(self, progress, epoch=2, near=None, only=NODES):
-        """All say that they have stopped; *progress*: by sender, (part, passed on, complete, place) of each part."""
+        """Report that all nodes stopped; *progress*: sender -> (part, passed on, complete, place) of each part."""
         for sender in self.alive:
             if sender in only:
                 self.say(sender, m.FreezeReport(epoch=epoch, progress=tuple(progress.get(sender, ())),
                                           near=(near or {}).get(sender, ())))
 
     def everywhere(self, parts, passed_on=5, complete=5):
-        """The progress of all workers where all are at the same round, and read results in their own memory."""
+        """Return the progress of all workers if all are at the same round, and read results in their own memory."""
         return {sender: [(part, passed_on, complete, index) for part in parts] for index, sender in enumerate(WORKERS)}
 
     def recover(self):
-        """Return what all who are left are told to prepare for; the same for all."""
+        """Return the `Recover` message, which is the same for all remaining nodes."""
         told = [self.got(sender, m.Recover) for sender in self.alive]
         assert all(each == told[0] for each in told) and len(told[0]) == 1, self.job.aborted
         return told[0][0]

@@ -1,4 +1,4 @@
-"""Training whose every sum is compared with a reading by NumPy, for jobs that lose somebody meanwhile."""
+"""Training that compares every sum with NumPy, for jobs that lose a process meanwhile."""
 from __future__ import annotations
 
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 import bpsfast
 
-#: Bytes of each gradient: some are one partition, some many, so that every owner has parts of most of them.
+#: Bytes of each gradient: some have one partition, some many, so that every owner has parts of most of them.
 SIZES = (1000, 40_000, 700_000, 17 * 4, 200_000, 250_000)
 
 
@@ -20,20 +20,20 @@ def base(rank: int, gradient: int) -> np.ndarray:
 
 
 def pushed(rank: int, step: int, gradient: int) -> np.ndarray:
-    """What *rank* pushes: float32, so that its sum depends on the order of adding, and other in every step."""
+    """Return the gradient of *rank*: float32, whose sum depends on the order of additions, different in every step."""
     return base(rank, gradient) * np.float32(1 + step / 7)
 
 
 def expected(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> np.ndarray:
-    """The sum by machine, ranks of each first: that grouping, and nothing else, its bits depend on."""
+    """Return the sum over machines of the sums over their ranks; the bits depend only on this grouping."""
     partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
     return functools.reduce(np.add, partials)
 
 
 def train(machines: tuple[tuple[int, ...], ...], begin: int, end: int, path: str = "") -> list[str]:
-    """Push all gradients in each of the steps *begin* to *end*; return which sums were others than expected.
+    """Push all gradients in each of the steps *begin* to *end*; return the sums that are wrong.
 
-    *path*: a file in which rank 0 says which step it has begun.
+    *path*: a file to which rank 0 writes the step that it has begun.
     """
     rank, wrong = bpsfast.rank(), []
     for step in range(begin, end):
@@ -49,7 +49,7 @@ def train(machines: tuple[tuple[int, ...], ...], begin: int, end: int, path: str
 
 
 def say_step(path: str, step: int) -> None:
-    """Write into the file at *path*, if this is rank 0, that *step* begins."""
+    """On rank 0, write *step* to *path*."""
     if bpsfast.rank() == 0:
         Path(path + ".new").write_text(str(step))
         os.replace(path + ".new", path)
@@ -64,23 +64,23 @@ def until_step(path: Path, step: int, timeout_s: float = 40.0) -> None:
 
 
 def counts() -> tuple[int, int]:
-    """How often the node of this rank has gone on without somebody, and how many results it has lent others then."""
+    """Return how often this rank's node has recovered from a loss, and how many results it has lent to others."""
     counters = bpsfast.stats().counters
     return counters["recoveries"], counters["dispatch_lent"]
 
 
 def changes() -> tuple[int, int]:
-    """How often the node of this rank has gone on without somebody, and how many late nodes it has taken in."""
+    """Return how often this rank's node has recovered from a loss, and how many late nodes it has admitted."""
     counters = bpsfast.stats().counters
     return counters["recoveries"], counters["joined"]
 
 
 def joined() -> int:
-    """How many late nodes the node of this rank has taken in."""
+    """Return how many late nodes this rank's node has admitted."""
     return changes()[1]
 
 
 def received(nodes: list[int]) -> list[int]:
-    """How many bytes the node of this rank has received of each of *nodes*, over a wire."""
+    """Return how many bytes this rank's node has received from each of *nodes* over the network."""
     counters = bpsfast.stats().counters
     return [counters.get(f"wire_{node}_bytes_received", 0) for node in nodes]

@@ -1,4 +1,4 @@
-"""What ``--json`` of the commands that measure holds: `trace summary`, `perf`, `tune`. See `json_schemas`."""
+"""The fields of ``--json`` of the measuring commands: `trace summary`, `perf`, `tune`. See `json_schemas`."""
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class TraceSummary(Exact):
 
 
 class Perf(Exact):
-    """Of `bpsfast perf bw` and `lat`: `plan` as both sides have agreed on it, `places` what each used."""
+    """Output of `bpsfast perf bw` and `lat`: `plan` is the agreed plan, `places` the resources of each side."""
 
     class Row(Exact):
         transport: str
@@ -65,7 +65,7 @@ class Perf(Exact):
 
     plan: Plan
     places: dict[Literal["client", "server"], dict[str, Any]]
-    rows: list[dict[str, Any]]  # of `Bandwidth` or `Latency`, as the plan's verb says
+    rows: list[dict[str, Any]]  # of `Bandwidth` or `Latency`, depending on the plan's verb
 
 
 class TunedJob(Exact):

@@ -48,7 +48,7 @@ class Endpoints:
                     raise ClosedError("given up")
                 if time.monotonic() >= deadline:
                     raise StallError(f"{who} has not published {key!r}")
-                self.changed.wait(0.02)  # and ask again whether it is given up
+                self.changed.wait(0.02)  # then check for cancellation again
             return self.board[key]
 
     def close(self) -> None:

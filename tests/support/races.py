@@ -1,7 +1,7 @@
-"""Look for data races: ``python -m tests.support.races [SECONDS]``, or ``make races``.
+"""Searches for data races: ``python -m tests.support.races [SECONDS]``, or ``make races``.
 
-First the C programs of `tests/native/races`, SECONDS each; then tests of the package's own threads, run with its
-compiled modules as built for ThreadSanitizer. Everything found is printed, and is a failure.
+It runs the C programs of `tests/native/races`, SECONDS each, then tests of the package's threads with compiled modules
+built for ThreadSanitizer. Every race is printed, and is a failure.
 """
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from tests.support import sanitized
 
 PROGRAMS = tuple(sorted(path.stem for path in (sanitized.NATIVE / "races").glob("*.c")))
-#: Those that have threads, or share memory with some.
+#: Modules that have threads, or share memory with threads.
 MODULES = ("engine", "pace", "perf", "port", "ring", "tcp")
-#: Tests of one process: ThreadSanitizer sees no other. With what of them has to be left out, and why.
+#: Tests within one process, because ThreadSanitizer sees no other, and tests to leave out, with reasons.
 TESTS = (
     "test_pipelined_transfer", "test_engine", "test_engine_lifecycle", "test_engine_rows", "test_engine_store",
     "test_lags", "test_pace", "test_port", "test_ring", "test_tcp",
 )
-LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # it starts a job: processes of their own
+LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # starts a job, which has other processes
 
 
 def run_program(program: Path, seconds: float, folder: Path) -> str:
-    """Run a C program; return what it printed. Raises `AssertionError` with whatever was found."""
+    """Run a C program; return its output. Raises `AssertionError` with the races."""
     report = folder / f"{program.name}.report"
     command = [*sanitized.fixed_addresses(), program, f"{seconds}"]
     done = subprocess.run(command, env=sanitized.race_environment(dict(os.environ), report), capture_output=True,
@@ -61,7 +61,7 @@ def run_tests(names: Sequence[str], modules: Path, folder: Path, timeout_s: floa
 
 
 def main(seconds: float) -> int:
-    """Run everything; return how many of it found something."""
+    """Run everything; return how many parts found a race."""
     n_bad = 0
     with tempfile.TemporaryDirectory(prefix="bpsfast-races-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What a call raises, as a rank can send it to the test: frameworks' errors cannot all be pickled."""
+"""The exception of a call in a form that a rank can send to the test; not all exceptions can be pickled."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def raised(function: Callable[..., object], *arguments: Any, **keywords: Any) -> tuple[str, str]:
-    """Return the name of the class and the text of what *function* raises; two empty strings if it does not."""
+    """Return the class name and the message of the exception of *function*, or two empty strings."""
     try:
         function(*arguments, **keywords)
     except Exception as exc:

@@ -28,7 +28,7 @@ def pattern(nbytes, seed):
 
 
 def ring(sizes, copies=True):
-    """Send to the next rank, receive from the one before."""
+    """Send to the next rank and receive from the previous one."""
     if not copies:
         cross_memory.can_read = lambda *token: False
     me, size = bpsfast.rank(), bpsfast.size()

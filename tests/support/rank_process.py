@@ -1,7 +1,7 @@
-"""A rank of a test's job: attaches, then runs the functions that the test sends, one after another.
+"""A rank of a test's job, which attaches and then runs the functions that the test sends.
 
-Started as a program (see `conftest.Job`), so that it imports what a trainer imports: no pytest, unless the test's
-module does. Ranks that use torch are forked (see `forked`).
+It is a program of its own (see `conftest.Job`), so that it imports the same modules as a trainer, and pytest only if
+the test module does. Ranks that use torch are forked (see `forked`).
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-# as pytest's pythonpath: test files import their helpers
+# like pytest's pythonpath, because test files import their helpers
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
@@ -28,7 +28,7 @@ def load(path: str) -> object:
 
 
 def serve(commands: Connection) -> None:
-    """Run what *commands* says until it ends, or the job does."""
+    """Run the functions from *commands* until it or the job ends."""
     while True:
         try:
             path, name, arguments = pickle.loads(commands.recv_bytes())

@@ -1,8 +1,8 @@
-"""What launchers really set, one file for each start in tests/environments: which process, on which machine, with what.
+"""Environments set by real launchers: a file for each start in tests/environments, with machines and ranks' variables.
 
     [machines]           name = number
-    [all]                VARIABLE=value, of every rank
-    [2 on node3]         what rank 2 has besides
+    [all]                VARIABLE=value, for every rank
+    [2 on node3]         additional variables of rank 2
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "c0ffee42" * 8
 
 
 class Rank(NamedTuple):
-    """One process: its machine's number, its variables."""
+    """One process: the number of its machine, and its variables."""
 
     machine: int
     environ: dict[str, str]
@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
 
     @property
     def layout(self) -> list[list[int]]:
-        """The ranks of each machine that has some, in the order of their first."""
+        """Return the ranks of each machine with ranks, in the order of the first rank."""
         found: dict[int, list[int]] = {}
         for rank, each in enumerate(self.ranks):
             found.setdefault(each.machine, []).append(rank)
@@ -41,7 +41,7 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Recorded:
-    """Return what the file *name* holds, and the key that a user adds to a job of several machines."""
+    """Return the contents of file *name*, with the key that a user adds for several machines."""
     sections: dict[str, dict[str, str]] = {}
     for line in (FOLDER / f"{name}.env").read_text().splitlines():
         if line.startswith("["):

@@ -1,4 +1,4 @@
-"""A node that takes its machine for the one recorded below a folder; system calls may be refused to it.
+"""A node that sees the machine recorded in a folder; given system calls fail.
 
     recorded_node.py FOLDER [CALL...]
 """
@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-# as pytest's pythonpath: the daemons' environment keeps this folder out of it
+# like pytest's pythonpath, which the daemons' environment does not have
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bpsfast.base import settings

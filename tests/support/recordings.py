@@ -1,4 +1,4 @@
-"""What real members of a job say first, recorded: for strangers to say again, in parts, in disorder, or changed.
+"""Recorded first messages of real members of a job, which tests replay in parts, out of order, or changed.
 
 A recording is a list of pieces in the order in which they were sent; one per handshake.
 """
@@ -24,7 +24,7 @@ LIMIT_S = 20.0
 
 
 def handshake(key: bytes, context: str, peer: int, stream: int) -> list[bytes]:
-    """Return what a dialler that holds *key* says to an acceptor that does, too."""
+    """Return the messages of a dialler with *key* to an acceptor with the same key."""
     pieces: list[bytes] = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -54,17 +54,17 @@ class _Heard:
 
 
 def data(key: bytes) -> list[list[bytes]]:
-    """Return what nodes say on each other's data port."""
+    """Return the messages of nodes on data ports."""
     return [handshake(key, tcp.CONTEXT, peer, stream) for peer in (0, 1) for stream in (0, 1)]
 
 
 def posts(key: bytes) -> list[list[bytes]]:
-    """Return what ranks say to each other's posts."""
+    """Return the messages of ranks to endpoints."""
     return [handshake(key, "bpsfast post", peer, stream) for peer in (0, 1) for stream in (0, 1)]
 
 
 def local(key: bytes) -> list[list[bytes]]:
-    """Return what ranks and other nodes say on a node's local socket, each with the right proof."""
+    """Return the messages of ranks and other nodes on a node's local socket, with valid proofs."""
     pid = os.getpid()
     hello = shm.PeerHello(version=messages.VERSION, source=1, target=0, epoch=FIRST_EPOCH, pid=pid,
                           proof=security.prove(key, *shm._hello(1, 0, FIRST_EPOCH, pid)))
@@ -78,7 +78,7 @@ def local(key: bytes) -> list[list[bytes]]:
 
 
 def control(address: tuple[str, int], key: bytes) -> list[list[bytes]]:
-    """Return what a node with the *key* says to the scheduler at *address*, which lets it in and refuses its Join."""
+    """Return the messages of a node with *key* to the scheduler at *address*, which refuses its Join."""
     pieces: list[bytes] = []
     with _relayed(address, pieces) as port, _joining(port, key) as node:
         poller = zmq.Poller()
@@ -91,7 +91,7 @@ def control(address: tuple[str, int], key: bytes) -> list[list[bytes]]:
 
 
 def foreign_control(address: tuple[str, int]) -> list[list[bytes]]:
-    """Return what a node with another key says there: it gets no further than the first word under CURVE."""
+    """Return the messages of a node with another key there; CURVE rejects its first command."""
     pieces: list[bytes] = []
     with _relayed(address, pieces) as port, _joining(port, bytes(32)):
         deadline = time.monotonic() + LIMIT_S
@@ -114,7 +114,7 @@ def _joining(port: int, key: bytes) -> Iterator[SchedulerClient]:
 
 @contextlib.contextmanager
 def _relayed(address: tuple[str, int], pieces: list[bytes]) -> Iterator[int]:
-    """Pass the first connection to the port that is yielded on to *address*; put what the caller says into *pieces*."""
+    """Yield a port whose first connection is forwarded to *address*; *pieces* records the caller's bytes."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         relay = threading.Thread(target=_relay, args=(door, address, pieces))
         relay.start()
@@ -123,7 +123,7 @@ def _relayed(address: tuple[str, int], pieces: list[bytes]) -> Iterator[int]:
 
 
 def _relay(door: socket.socket, address: tuple[str, int], pieces: list[bytes]) -> None:
-    """Pass one connection on to *address*, and keep what the caller says."""
+    """Forward one connection to *address*, and record the caller's bytes."""
     near, _ = door.accept()
     with near, socket.create_connection(address, LIMIT_S) as far:
         back = threading.Thread(target=_pump, args=(far, near, []))

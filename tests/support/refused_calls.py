@@ -1,4 +1,4 @@
-"""System calls that the kernel refuses to this process from now on, as docker's seccomp profile does (EPERM)."""
+"""Makes system calls of this process fail with EPERM, like docker's seccomp profile."""
 from __future__ import annotations
 
 import ctypes
@@ -7,7 +7,7 @@ import os
 import platform
 import struct
 
-#: machine -> AUDIT_ARCH_*, and the numbers of the calls
+#: Machine -> AUDIT_ARCH_*, and numbers of the calls.
 _MACHINES = {
     "x86_64": (0xC000003E, {"mbind": 237, "sched_setaffinity": 203}),
     "aarch64": (0xC00000B7, {"mbind": 235, "sched_setaffinity": 122}),
@@ -22,12 +22,12 @@ class _Program(ctypes.Structure):
 
 
 def can_refuse() -> bool:
-    """Whether calls of this machine are known."""
+    """Return whether this machine's calls are known."""
     return platform.machine() in _MACHINES
 
 
 def refuse(*calls: str) -> None:
-    """Have *calls* fail with EPERM in this thread, and in all threads and processes that it starts later."""
+    """Make *calls* fail with EPERM in this thread, and in all threads and processes that it starts later."""
     if not calls:
         return
     arch, numbers = _MACHINES[platform.machine()]

@@ -1,6 +1,6 @@
-"""What is built with a sanitizer: C programs of `tests/native`, and our own compiled modules.
+"""Builds C programs of `tests/native`, and compiled modules, with sanitizers.
 
-`Unavailable` says in one line what is missing on this machine.
+`Unavailable` states in one line what is missing on this machine.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "tests" / "native"
 
-# -Wno-tsan: it knows no fences; ours order words against sleepers, no data (`bps_publish`).
-# -Wno-unused-function: headers define hooks that a program may have no use for.
+# -Wno-tsan: it does not support fences; ours order wake-up words, not data (`bps_publish`).
+# -Wno-unused-function: headers define hooks that a program may not use.
 _FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror",
           "-Wno-unused-function")
 _THREAD = ("-fsanitize=thread", "-Wno-tsan")
@@ -23,12 +23,12 @@ _ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 class Unavailable(Exception):
-    """Something to build or run this with is missing."""
+    """A tool to build or run a program is missing."""
 
 
 @functools.cache
 def compiler(library: str = "") -> str:
-    """Return gcc's path; *library* ("tsan", "asan") is one that it must have."""
+    """Return the path of gcc, which must have *library* ("tsan", "asan")."""
     gcc = shutil.which("gcc")
     if gcc is None:
         raise Unavailable("gcc is missing")
@@ -44,14 +44,14 @@ def runtime(gcc: str, library: str) -> str:
 
 
 def build(command: Sequence[str | Path]) -> None:
-    """Run a compiler; raise with what it says."""
+    """Run a compiler; raise an error with its output."""
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
 def spoilt_headers(folder: Path, header: str, right: str, wrong: str) -> Path:
-    """Copy the headers of `pyx` into *folder*, but for one place; return where they are."""
+    """Copy the headers of `pyx` into *folder*, with *right* replaced by *wrong* in *header*; return their folder."""
     headers = folder / "pyx"
     shutil.copytree(ROOT / "pyx", headers, ignore=lambda path, names: [n for n in names if not n.endswith(".h")])
     text = (headers / header).read_text()
@@ -61,7 +61,7 @@ def spoilt_headers(folder: Path, header: str, right: str, wrong: str) -> Path:
 
 
 def race_program(name: str, folder: Path, *flags: str, headers: Path = ROOT / "pyx") -> Path:
-    """Build ``tests/native/races/NAME.c`` for ThreadSanitizer, against the *headers* of that folder."""
+    """Build ``tests/native/races/NAME.c`` for ThreadSanitizer with the *headers* of a folder."""
     program = folder / name
     source = NATIVE / "races" / f"{name}.c"
     build([compiler("tsan"), *_FLAGS, *_THREAD, *flags, "-I", headers, source, "-o", program, "-lpthread"])
@@ -69,7 +69,7 @@ def race_program(name: str, folder: Path, *flags: str, headers: Path = ROOT / "p
 
 
 def fuzz_program(name: str, folder: Path, headers: Path = ROOT / "pyx") -> Path:
-    """Build ``tests/native/fuzz/NAME.c`` and its blind driver for AddressSanitizer and UBSan, as `race_program`."""
+    """Build ``tests/native/fuzz/NAME.c`` and its random driver for AddressSanitizer and UBSan, like `race_program`."""
     program = folder / name
     sources = [NATIVE / "fuzz" / f"{name}.c", NATIVE / "fuzz" / "driver.c"]
     build([compiler("asan"), *_FLAGS, *_ADDRESS, "-I", headers, *sources, "-o", program, "-lpthread"])
@@ -77,7 +77,7 @@ def fuzz_program(name: str, folder: Path, headers: Path = ROOT / "pyx") -> Path:
 
 
 def race_module(name: str, folder: Path) -> Path:
-    """Build the compiled module ``bpsfast.pyx.NAME`` for ThreadSanitizer, from the C that the usual build left."""
+    """Build the compiled module ``bpsfast.pyx.NAME`` for ThreadSanitizer, from the C code of the usual build."""
     source = ROOT / "pyx" / f"{name}.c"
     if not source.exists():
         raise Unavailable(f"{source.name} is missing: build the package first")
@@ -90,7 +90,7 @@ def race_module(name: str, folder: Path) -> Path:
 
 @functools.cache
 def fixed_addresses() -> tuple[str, ...]:
-    """Return what to put before a command: ThreadSanitizer gives up where the kernel randomizes too many bits."""
+    """Return a prefix of commands; ThreadSanitizer fails if the kernel randomizes too many bits of addresses."""
     setarch = shutil.which("setarch")
     if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True, check=False).returncode == 0:
         return (setarch, "-R")
@@ -98,14 +98,14 @@ def fixed_addresses() -> tuple[str, ...]:
 
 
 def race_environment(environ: dict[str, str], report: Path) -> dict[str, str]:
-    """Return *environ* with ThreadSanitizer's options; what it finds is written to files that begin with *report*."""
+    """Return *environ* with ThreadSanitizer's options; it writes findings to files with prefix *report*."""
     options = f"suppressions={NATIVE / 'races' / 'suppressions.txt'} log_path={report} exitcode=66 " \
-              "allocator_may_return_null=1"  # tests ask for tables that no machine has room for
+              "allocator_may_return_null=1"  # tests request tables larger than any memory
     return {**environ, "TSAN_OPTIONS": options}
 
 
 def findings(report: Path) -> str:
-    """Return what ThreadSanitizer wrote, "" for nothing; raises `Unavailable` if it could not even start."""
+    """Return ThreadSanitizer's findings, or ""; raises `Unavailable` if it could not start."""
     text = "".join(path.read_text(errors="replace") for path in sorted(report.parent.glob(f"{report.name}.*")))
     if "unexpected memory mapping" in text:
         raise Unavailable("ThreadSanitizer cannot place its memory here: too many random bits in addresses")

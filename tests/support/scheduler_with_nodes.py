@@ -1,4 +1,4 @@
-"""A scheduler and its nodes, which read what they are sent when told to: for tests of lost schedulers."""
+"""A scheduler and its nodes, which read messages when a test tells them to: for tests of lost schedulers."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ SETTINGS = JobSettings(num_nodes=3, num_helpers=1, max_helpers=3, name="this job
 
 
 class Court:
-    """A scheduler and its nodes, which read what they are sent when told to; `over`: the connection of each.
+    """A scheduler and its nodes, which read messages when told to; `over`: the connection of each.
 
     *deaf*: those that have not read yet that they are welcome.
     """
@@ -43,7 +43,7 @@ class Court:
             self.post(self.scheduler_state.receive(self.now, self.over[name], message))
 
     def read(self, *names):
-        """Let nodes read all they were sent, and answer; return what that was."""
+        """Let nodes read and answer all their messages; return the messages."""
         found = {}
         for name in names:
             found[name] = self.inbox.pop(self.over[name], [])

@@ -1,7 +1,7 @@
-"""Lines of shell in pages, checked without a second machine: by the real parser of each command, or its files.
+"""Checks the shell lines of pages without a second machine, with the real parser of each command or its files.
 
-`check(line, tags)` raises where a line could not do what it says. A command that nothing here knows is an error, so
-none goes unchecked.
+`check(line, tags)` raises an error for a line that cannot work. An unknown command is an error, so every line is
+checked.
 """
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from bpsfast.base import byteps_variables, settings
 from bpsfast.cli import cli
 from tests.support.doc_pages import ROOT
 
-#: Commands that change nothing and take no other machine: run here. Exit codes: a doctor finds what this machine lacks.
+#: Commands without effects or other machines, which are run here, with exit codes (doctor reports missing things).
 _RUN_HERE = {"completion": {0}, "devices": {0, 3}, "doctor": {0, 1, 3}, "env": {0}, "explain": {0}, "gids": {0, 3},
              "info": {0}, "plan": {0}, "simulate": {0}, "topo": {0}, "version": {0}}
-#: What pages save or pretend to have: the reader's own program.
+#: Files that pages save or assume: the reader's program.
 _READERS_FILES = {"train.py"}
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.S)
 _SUBSTITUTED = re.compile(r"\$\([^)]*\)")
@@ -36,13 +36,13 @@ _SETTINGS = {row.variable: row for row in settings.table()}
 
 
 def lines(text: str) -> list[str]:
-    """Return the commands of a block: lines that end in a backslash belong together, comments alone are none."""
+    """Return the commands of a block; joins lines that end in a backslash, and skips comments."""
     joined = text.replace("\\\n", " ").splitlines()
     return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
 
 
 def check(line: str, tags: set[str]) -> None:
-    """Check one command; *tags* are docker's images that lines before have built, and grows."""
+    """Check one command; *tags* are the docker images of earlier lines; adds new ones."""
     _check(shlex.split(_SUBSTITUTED.sub("$", line), comments=True), tags)
 
 
@@ -66,7 +66,7 @@ def _check(words: Sequence[str], tags: set[str]) -> None:
 
 
 def _variable(name: str, value: str) -> None:
-    """Check a name that we read, and a value that is not left to the reader."""
+    """Check that bpsfast reads the variable, and its value unless it is a placeholder."""
     if name.startswith(settings.PREFIX):
         assert name in _SETTINGS, f"{name} is no setting"
         if value and not value.startswith(("...", "$")):
@@ -85,7 +85,7 @@ def _export(words: list[str]) -> None:
 
 
 def _bpsfast(words: list[str]) -> None:
-    """Parse as the real command does; run what changes nothing, and `run` as --dry-run."""
+    """Parse with the real command; run commands without effects, and `run` with --dry-run."""
     name = words[0]
     if name in _RUN_HERE and "--listen" not in words and "--peer" not in words:
         _invoke(words, _RUN_HERE[name])
@@ -105,7 +105,7 @@ def _invoke(words: Sequence[str], codes: set[int]) -> None:
 
 
 def _parse(words: Sequence[str]) -> None:
-    """Let click parse the words of a command and of those below it, and run none."""
+    """Let click parse the words of a command and its subcommands, without running them."""
     command, name, rest = cli, "bpsfast", list(words)
     parent: click.Context | None = None
     while True:
@@ -147,7 +147,7 @@ def _make(words: list[str]) -> None:
 
 @functools.cache
 def extras() -> frozenset[str]:
-    """Return what may stand in brackets behind the package's name."""
+    """Return the extras of the package."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     return frozenset(config["options.extras_require"])
@@ -165,7 +165,7 @@ def _source(words: list[str]) -> None:
 
 
 def _launched(words: list[str], *options: tuple[str, ...]) -> argparse.Namespace:
-    """Check a foreign launcher's line: options that pages use, then a program."""
+    """Check the line of another launcher: options that pages use, then a program."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     for names in options:
         parser.add_argument(*names, action="append")
@@ -199,7 +199,7 @@ def _kubectl(words: list[str]) -> None:
 
 
 def _docker(words: list[str], tags: set[str]) -> None:
-    """`docker build -f FILE -t TAG .`, and `docker run OPTIONS TAG COMMAND` of a tag that was built before."""
+    """Check `docker build -f FILE -t TAG .`, or `docker run OPTIONS TAG COMMAND` with a tag built before."""
     if words[0] == "build":
         file, tag, folder = words[words.index("-f") + 1], words[words.index("-t") + 1], words[-1]
         assert len(words) == 6 and folder == "." and Path(ROOT / file).is_file(), words

@@ -1,7 +1,8 @@
 """The bulk exchange of `bpsfast.tools.simulator` as SimPy processes: an oracle that shares no code with it.
 
-A process for each card's sending direction takes the connections in turn; one for each card's receiving direction takes
-messages as their first byte comes. No credit, no priorities, no computing: all partials are there at the beginning.
+A process for each card's sending direction serves the connections in turn; one for each card's receiving direction
+takes messages in the order of their first bytes. There is no credit, priority or computing: all partials are ready at
+the start.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import simpy
 
 def bulk_s(nbytes_of: Sequence[int], owners: Sequence[int], n_workers: int, rates: Sequence[float], overhead_s: float,
            latency_s: float) -> float:
-    """Return when the last sum is on the last worker."""
+    """Return the time at which the last worker has the last sum."""
     env = simpy.Environment()
     waiting: list[dict[int, deque]] = [{} for _ in rates]
     turns: list[deque[int]] = [deque() for _ in rates]

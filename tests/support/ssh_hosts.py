@@ -1,7 +1,7 @@
-"""Hosts with a real sshd each: network namespaces, throw-away keys, and the ssh configuration of one user of them.
+"""Hosts with a real sshd each: network namespaces, temporary keys, and the ssh configuration of a user.
 
-The launcher runs in the hub's namespace. `ssh` on its PATH is the installed one with a configuration file of the test
-in the place of ``~/.ssh/config``: the hosts are known there by names that no DNS has.
+The launcher runs in the hub's namespace. `ssh` in its PATH is the installed one with a configuration file of the test
+instead of ``~/.ssh/config``, which has the hosts' names.
 """
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import Any
 from bpsfast.launch.namespaces import Cluster, netns
 
 _SSHD = "/usr/sbin/sshd"
-#: sshd keeps its unprivileged half there; where a service manager starts it, that makes the folder.
+#: Folder for sshd's privilege separation, which a service manager would create.
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 
 
 def missing() -> str | None:
-    """Return why there can be no such hosts here, in one line, or None."""
+    """Return in one line why this machine cannot have such hosts, or None."""
     if not os.access(_SSHD, os.X_OK) or shutil.which("ssh") is None:
         return "no sshd or no ssh here (package openssh-server)"
     return netns.missing()
 
 
 class SshHosts:
-    """The hosts *names*, until the end of the ``with`` block. They share this machine's files and processes."""
+    """The hosts *names*, a context manager. They share this machine's files and processes."""
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.folder = folder
@@ -60,17 +60,17 @@ class SshHosts:
 
     @property
     def path(self) -> str:
-        """A PATH on which ssh reads the test's configuration."""
+        """Return a PATH whose ssh reads the test's configuration."""
         return f"{self.folder}/bin:{os.environ['PATH']}"
 
     def know(self, names: Sequence[str], keys_of: Sequence[str] | None = None) -> None:
-        """Let the user know the host keys of *names* (those of *keys_of* for them), and no others."""
+        """Write the known host keys of *names* (with the keys of *keys_of*), and no others."""
         lines = [f"{self.cluster[name].address} {(self.folder / f'{key}.pub').read_text()}"
                  for name, key in zip(names, keys_of or names)]
         (self.folder / "known_hosts").write_text("".join(lines))
 
     def configure(self, *more: str) -> None:
-        """Write the user's configuration of ssh, *more* lines in it for all hosts."""
+        """Write the user's ssh configuration, with *more* lines for all hosts."""
         hosts = "".join(f"Host {name}\n  HostName {self.cluster[name].address}\n" for name in self.names)
         common = [f"UserKnownHostsFile {self.folder}/known_hosts", "GlobalKnownHostsFile /dev/null", "User root",
                   f"IdentityFile {self.folder}/user", "IdentitiesOnly yes", "IdentityAgent none", *more]
@@ -81,7 +81,7 @@ class SshHosts:
         program.chmod(0o755)
 
     def start_sshd(self, name: str, *more: str, port: int = 22) -> None:
-        """Start sshd on a host, *more* lines in its configuration; one that runs there is ended."""
+        """Start sshd on a host, with *more* lines of configuration; ends a running one."""
         self.stop_sshd(name)
         lines = [f"Port {port}", f"HostKey {self.folder}/{name}", f"AuthorizedKeysFile {self.folder}/authorized",
                  "PidFile none", "StrictModes no", "UsePAM no", "PermitRootLogin yes", "PasswordAuthentication no",
@@ -96,18 +96,18 @@ class SshHosts:
             line = sshd.stderr.readline()
             assert line, f"sshd on {name} ended: {said.decode()}"
             said += line
-        # it goes on to say who comes, and must not wait for a reader
+        # it logs connections later, and must not block
         threading.Thread(target=_discard, args=(sshd.stderr,), daemon=True).start()
 
     def stop_sshd(self, name: str) -> None:
-        """End sshd on a host and what it has started: the host is there, and nobody answers."""
+        """End sshd on a host, and its children: the host is up, but does not answer."""
         sshd = self._sshds.pop(name, None)
         if sshd is not None:
             sshd.kill()
             sshd.wait(10)
 
     def pids(self, name: str) -> set[int]:
-        """Return what runs on a host, but for sshd's listener."""
+        """Return the processes on a host, except sshd's listener."""
         own = {self._sshds[name].pid} if name in self._sshds else set()
         return {int(pid) for pid in netns.ip("netns", "pids", self.cluster[name].namespace).split()} - own
 
@@ -118,7 +118,7 @@ class SshHosts:
         return self.cluster.hub.popen([sys.executable, "-m", "bpsfast", *arguments], env=environ, **(pipes | options))
 
     def run(self, *arguments: str, timeout_s: float = 90.0, **options: Any) -> subprocess.CompletedProcess:
-        """Run ``bpsfast`` with *arguments* in the hub to its end."""
+        """Run ``bpsfast`` with *arguments* in the hub and wait for its end."""
         with self.launch(*arguments, **options) as process:
             try:
                 out, err = process.communicate(timeout=timeout_s)

@@ -1,6 +1,6 @@
-"""Jobs over real sshds: the hosts they run on, what they run, and what they leave behind.
+"""Jobs over real sshds: their hosts, their program, and checks of processes that they leave behind.
 
-A test module takes the fixtures by their names: ``hosts, trainer = ssh_jobs.hosts, ssh_jobs.trainer``.
+A test module uses the fixtures by name: ``hosts, trainer = ssh_jobs.hosts, ssh_jobs.trainer``.
 """
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def digests(text: str) -> dict[str, str]:
 
 
 def is_empty(hosts: SshHosts, within_s: float = 10.0) -> bool:
-    """Whether nothing is left on any host; what is ending is waited for."""
+    """Return whether no process is left on any host, after waiting for those that are ending."""
     deadline = time.monotonic() + within_s
     for pid in {pid for name in hosts.names for pid in hosts.pids(name)}:
         with contextlib.suppress(ProcessLookupError), open_pidfd(pid) as fd:

@@ -1,4 +1,4 @@
-"""A engine_node whose ranks are workers, each with a part of its own (its number), that share a store."""
+"""An `EngineNode` whose ranks are workers that share a store, each with the part of its number."""
 from __future__ import annotations
 
 from bpsfast.kernels import stores

@@ -1,7 +1,7 @@
-"""Somebody without the key who says to a listening socket whatever may do harm, as often as is asked for.
+"""A peer without the key that sends harmful messages to a listening socket, as many as requested.
 
-A *message* is what is said on one connection: malformed, truncated, reordered, replayed (real members' bytes), foreign
-(those of another job's members), or none of ours at all.
+A *message* is all bytes of one connection: malformed, truncated, reordered, replayed (real members' bytes), foreign
+(those of another job's members), or of another protocol.
 """
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.listening_sockets import Listening
 
 Recording = list[bytes]
 
-#: A full queue of the kernel's answers after a second, when it is asked again.
+#: Timeout of a connection: a full queue of the kernel answers after a second.
 _CONNECT_S = 1.5
-#: Whoever did not let us in is left alone for so long.
+#: Pause after a connection that was not accepted.
 _REST_S = 5.0
 _ANSWER_S = 0.5
 _SHARE_HEARD = 0.03
@@ -29,9 +29,9 @@ _SHARE_RESET = 0.7
 
 
 class Stranger:
-    """Throws messages at one *listening* socket: *own* recordings are of its job, *foreign* ones of another one's.
+    """Sends messages to one *listening* socket: *own* recordings are of its job, *foreign* ones of another job.
 
-    One thread. `said` counts messages by kind; `n_unheard` those that nobody let in; `answers` is all that came back.
+    One thread. `said` counts messages by kind; `n_unheard` those that were not accepted; `answers` has all replies.
     """
 
     def __init__(self, listening: Listening, own: Sequence[Recording], foreign: Sequence[Recording], seed: int) -> None:
@@ -45,7 +45,7 @@ class Stranger:
         self._rests_until = 0.0
 
     def throw(self, n: int) -> None:
-        """Say *n* messages, each on a connection of its own."""
+        """Send *n* messages, each on a new connection."""
         kinds = (self._malformed, self._truncated, self._reordered, self._replayed, self._strange, self._other)
         for _ in range(n):
             if time.monotonic() < self._rests_until:
@@ -63,7 +63,7 @@ class Stranger:
 
     def _say(self, sock: socket.socket, pieces: Recording) -> None:
         draw = self._random.random
-        with contextlib.suppress(OSError):  # it may hang up on us while we talk
+        with contextlib.suppress(OSError):  # it may close the connection
             if sock.family == socket.AF_UNIX and draw() < 0.3:
                 self._send_descriptors(sock, pieces[0] if pieces else b"x")
                 pieces = pieces[1:]
@@ -73,7 +73,7 @@ class Stranger:
                 sock.sendall(piece)
             if draw() < _SHARE_HEARD:
                 self._hear(sock)
-            elif draw() < _SHARE_RESET:  # else it ends in order
+            elif draw() < _SHARE_RESET:  # otherwise close it normally
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _send_descriptors(self, sock: socket.socket, first: bytes) -> None:
@@ -90,7 +90,7 @@ class Stranger:
     # -- kinds of messages -----------------------------------------------------------------------------------------
 
     def _malformed(self) -> Recording:
-        """Return a real one with some bytes changed, lengths among them."""
+        """Return a real message with some bytes changed, lengths among them."""
         pieces = [bytearray(piece) for piece in self._random.choice(self._own) if piece]
         for _ in range(self._random.randrange(1, 4)):
             piece = self._random.choice(pieces)
@@ -113,7 +113,7 @@ class Stranger:
         return self._random.choice(self._foreign)
 
     def _other(self) -> Recording:
-        """Return what no bpsfast says."""
+        """Return a message of another protocol."""
         draw = self._random
         return [draw.choice((
             b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00" + draw.randbytes(512),

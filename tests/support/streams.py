@@ -1,4 +1,4 @@
-"""Two ends of a connection as native streams, their engine a mailbox: what the tests of streams run on."""
+"""Two ends of a connection as native streams, whose engine is only a mailbox, for tests of streams."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +22,7 @@ NBYTES = 1 << 16
 
 @contextlib.contextmanager
 def mailbox() -> Iterator[Engine]:
-    """Yield an engine that only serves as the streams' mailbox: arrivals of a member's results and events."""
+    """Yield an engine that only collects the streams' results and events."""
     board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
     ring.format_board(board)
     ring.format_doorbell(bell)

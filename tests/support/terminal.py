@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, of a given size."""
+"""Runs a program on a new terminal of a given size."""
 from __future__ import annotations
 
 import fcntl
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 def on_terminal(arguments: Sequence[str], width: int, height: int = 24, typed: bytes = b"",
                 timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run ``bpsfast *arguments*`` to its end; return its exit code and what it wrote, *typed* having been typed."""
+    """Run ``bpsfast *arguments*`` with *typed* as input; return its exit code and its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -26,7 +26,7 @@ def on_terminal(arguments: Sequence[str], width: int, height: int = 24, typed: b
             while True:
                 try:
                     data = os.read(ours, 65536)
-                except OSError:  # nobody holds the other end any more
+                except OSError:  # the other end is closed
                     break
                 if not data:
                     break

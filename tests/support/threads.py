@@ -1,4 +1,4 @@
-"""The threads of this process, as the kernel counts them."""
+"""The threads of this process, from the kernel."""
 from __future__ import annotations
 
 import os
@@ -10,6 +10,6 @@ def ids() -> set[int]:
 
 
 def until_forgotten(joined: set[int]) -> None:
-    """Return when none of *joined* is counted any more: the kernel may take a moment to forget them."""
+    """Wait until the kernel no longer lists any of *joined*."""
     while ids() & joined:
         os.sched_yield()

@@ -1,4 +1,4 @@
-"""Ranks as torchrun starts them: processes with torch's variables and none of bpsfast's, which run functions of tests.
+"""Ranks like those of torchrun: processes with torch's variables and none of bpsfast's, which run functions of tests.
 
     def total():                                  # runs on every rank, in its own process, inside a process group
         x = torch.ones(3)
@@ -26,13 +26,13 @@ from tests.support import rank_process
 from tests.support.forked import ForkedRank
 from tests.support.jobs import Job, Outcome, RankError
 
-#: Of a call. Longer than any takes, shorter than a test's deadline.
+#: Timeout of a call, shorter than a test's.
 LIMIT_S = 40.0
 _kept: list[Any] = []
 
 
 class Processes(Job):
-    """*n* processes without a job: there is no daemon until they make a group, and none once it is destroyed."""
+    """*n* processes without a job: daemons exist only while they have a group."""
 
     def __init__(self, n: int) -> None:
         self.ranks: list[ForkedRank] = []
@@ -41,14 +41,14 @@ class Processes(Job):
         self._forked = True
         self._pipes = []
         self._attached = False
-        self._port = socket.socket()  # nobody listens there: it has the place of a job's
+        self._port = socket.socket()  # reserves the port of a job, without listening
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-torch-")
         self._numbers = itertools.count()
         for rank in range(n):
             self._start_rank([], {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)})
 
     def new_path(self) -> str:
-        """Return the name of a file or folder that is not there yet."""
+        """Return the path of a file or folder that does not exist yet."""
         return str(Path(self._folder.name) / str(next(self._numbers)))
 
     def _outcome(self, rank: int, deadline: float) -> Outcome:
@@ -61,7 +61,7 @@ class Processes(Job):
         return outcome
 
     def close(self) -> None:
-        """End the ranks, which must end by themselves, with exit code 0."""
+        """End the ranks, which must exit by themselves with code 0."""
         super().close()
         self._folder.cleanup()
 
@@ -85,16 +85,16 @@ class TorchRanks:
                               arguments, only=tuple(range(self.size)))
 
     def outcomes(self, timeout_s: float, only: Sequence[int] | None = None) -> list[Outcome]:
-        """Wait for what `begin` started."""
+        """Wait for the function of `begin`; return its outcomes."""
         return self._processes.outcomes(timeout_s, only=tuple(range(self.size)) if only is None else tuple(only))
 
     def attempt(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> list[Outcome]:
-        """Run *function* on every rank; return what became of it on each."""
+        """Run *function* on every rank; return the outcomes."""
         self.begin(function, *arguments)
         return self.outcomes(timeout_s)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
-        """As `attempt`, but return the results; an error is one of the test's."""
+        """Like `attempt`, but return the results; an error fails the test."""
         return self._processes._values(self.attempt(function, *arguments, timeout_s=timeout_s))
 
     def attempt_grouped(self, function: Callable[..., Any], *arguments: Any, backend: str = "bpsfast",
@@ -149,9 +149,9 @@ def world(backend: str, store: str, timeout_s: float = LIMIT_S) -> Iterator[None
 def keep_gloo() -> None:
     """Keep gloo's default group until the next one is made, or the process ends.
 
-    Its own threads run the callbacks of futures and drop what Python has of them. Where the last reference to the group
-    goes meanwhile, they are joined: by one of themselves, which ends the process, or by who has the interpreter that
-    they wait for, which never ends.
+    Its threads run the callbacks of futures and release their Python objects. If the last reference to the group is
+    dropped meanwhile, its threads are joined: by one of themselves, which kills the process, or by the holder of the
+    GIL for which they wait, which is a deadlock.
     """
     import torch.distributed as dist
 

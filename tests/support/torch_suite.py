@@ -1,11 +1,11 @@
 """torch's own tests of `torch.distributed` (they ship inside the package), run with our backend's name.
 
-    python tests/support/torch_suite.py [TEST ...]          with bpsfast: all that gloo passes on CPUs, or those named
-    python tests/support/torch_suite.py --gloo              which those are: run with gloo, names on standard output
-    python tests/support/torch_suite.py --known             with bpsfast, those that another version of torch has, too
+    python tests/support/torch_suite.py [TEST ...]          with bpsfast: all tests that gloo passes on CPUs, or the
+    named ones python tests/support/torch_suite.py --gloo              run with gloo; prints the names of tests that
+    pass python tests/support/torch_suite.py --known             with bpsfast: those that this version of torch has
 
-A test's processes are forked, three each, so that nothing is imported anew. Where torch's tests ask for gloo by name,
-because only gloo did that on CPUs when they were written, they are told that we are asked for, too.
+Each test forks three processes, so that they need no imports. Some of torch's tests require gloo by name, because only
+gloo could do that on CPUs when they were written; they also accept our backend here.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import unittest
 from pathlib import Path
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_suite.txt"
-#: Tests that gloo passes and we cannot, and why.
+#: Tests that gloo passes and bpsfast cannot, with reasons.
 EXCEPTIONS = {
     "test_monitored_barrier_gloo": "torch.distributed.monitored_barrier refuses every backend but gloo by its name",
     "test_monitored_barrier_gloo_subgroup": "the same; bpsfast.torch.backend.monitored_barrier does it",
@@ -50,7 +50,7 @@ def suite(backend: str) -> type[unittest.TestCase]:
 
 
 def _module() -> types.ModuleType:
-    """Return torch's module of tests, in which gloo's name stands for ours, too."""
+    """Return torch's module of tests, changed to accept our backend where it requires gloo."""
     spec = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert spec is not None and spec.origin is not None, "torch ships its tests"
     text = Path(spec.origin).read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def _module() -> types.ModuleType:
 
 
 class _Result(unittest.TextTestResult):
-    """Remembers what passed."""
+    """Collects the names of tests that passed."""
 
     def __init__(self, *arguments: object, **more: object) -> None:
         super().__init__(*arguments, **more)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class _Result(unittest.TextTestResult):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests that *arguments* ask for; return the exit code: 0 if all passed."""
+    """Run the tests in *arguments*; return the exit code, 0 if all passed."""
     is_gloo = arguments == ["--gloo"]
     case = suite("gloo" if is_gloo else "bpsfast")
     loader = unittest.TestLoader()
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
 
 
 def expected() -> list[str]:
-    """Return what has to pass: what gloo passed with the version of torch that CI has, but for the exceptions."""
+    """Return the tests that must pass: those that gloo passed with CI's version of torch, without the exceptions."""
     return [name for name in GOLDEN.read_text().split() if name not in EXCEPTIONS]
 
 

@@ -1,10 +1,10 @@
-"""What uses torch, tried with other versions of it: each in an environment of its own, one at a time, then deleted.
+"""Runs the tests that use torch with other versions of it, each in a temporary environment.
 
     python -m tests.support.torch_versions [--index URL] [VERSION ...]
 
-Without arguments: the oldest that setup.cfg allows, some between, and the newest known. Everything but torch (and
-NumPy, which must be below 2 for the oldest) comes from the environment that this runs in. A version without a build for
-this interpreter, or that cannot be installed from here, is named and left out. Ends with 0 if all others pass.
+Without arguments: the oldest version that setup.cfg allows, some between, and the newest known. All packages except
+torch (and NumPy, which must be below 2 for the oldest) come from the present environment. A version that cannot be
+installed here is reported and skipped. Exits with 0 if all others pass.
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VERSIONS = ("2.2.2", "2.6.0", "2.10.0", "2.14.1", "2.15.0")
 TESTS = ("test_process_group_forms", "test_process_group_trouble", "test_compiled", "test_torch_messages", "test_work",
          "test_operands", "test_worlds", "test_ddp", "test_torch_ops", "test_torch_optimizer", "test_torch_parallel",
          "test_torch_autoload")
-#: FSDP2 of earlier versions asks for a stream of the CPU, and fails over gloo as well.
+#: FSDP2 of earlier versions requests a stream of the CPU, and also fails with gloo.
 SHARDED = ("test_sharded_training",)
 _TESTS = Path(__file__).parents[1]
 _LIMIT_S = 3600
 
 
 def main(arguments: list[str]) -> int:
-    """Try each version that *arguments* name; return the exit code."""
+    """Test each version in *arguments*; return the exit code."""
     index = []
     if arguments[:1] == ["--index"]:
         index, arguments = ["--extra-index-url", arguments[1]], arguments[2:]
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def tried(version: str, index: list[str]) -> str:
-    """Return what became of the tests with torch *version*."""
+    """Return the result of the tests with torch *version*."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"torch-{version}-") as folder:
         venv.create(folder, with_pip=True)

@@ -1,4 +1,4 @@
-"""Is this a trace? After Chrome's published Trace Event Format, and stricter: nothing that viewers would leave out."""
+"""Checks traces against Chrome's published Trace Event Format, and rejects everything that viewers would ignore."""
 from __future__ import annotations
 
 import json
@@ -17,7 +17,7 @@ _TITLES = {"process_name": "name", "process_sort_index": "sort_index", "thread_n
 
 
 def check(path: Path) -> list[dict[str, Any]]:
-    """Return the events of the trace at *path*; an AssertionError says what is wrong with it."""
+    """Return the events of the trace at *path*; raises AssertionError if it is invalid."""
 
     def no_constant(name: str) -> float:
         raise AssertionError(f"{name} is no JSON")
@@ -43,13 +43,13 @@ def check(path: Path) -> list[dict[str, Any]]:
 
 
 def in_order(events: list[dict[str, Any]]) -> bool:
-    """Whether times never go back."""
+    """Return whether times never decrease."""
     times = [event["ts"] for event in events if event["ph"] != "M"]
     return times == sorted(times)
 
 
 def _rows(events: list[dict[str, Any]]) -> None:
-    """Slices of one row follow each other with room between, so that no rounding makes them overlap."""
+    """Check that slices of one row have gaps between them, so that no rounding makes them overlap."""
     ends: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)
     for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
         row = event["pid"], event["tid"]
@@ -58,7 +58,7 @@ def _rows(events: list[dict[str, Any]]) -> None:
 
 
 def _pairs(events: list[dict[str, Any]]) -> None:
-    """Each beginning has its one end, no earlier than itself."""
+    """Check that each beginning has exactly one end, which is not earlier."""
     open_: dict[tuple[int, str, str], dict[str, Any]] = {}
     seen = set()
     for event in events:
@@ -74,7 +74,7 @@ def _pairs(events: list[dict[str, Any]]) -> None:
 
 
 def _flows(events: list[dict[str, Any]]) -> None:
-    """Each arrow has one beginning and one end, not before it, both inside a slice of their row."""
+    """Check that each arrow has one beginning and one later end, both inside a slice of their row."""
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     ends: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:

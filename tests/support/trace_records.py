@@ -49,14 +49,14 @@ def job(folder: Path, **facts: Any) -> dict[int, Part]:
 
 
 def gather(folder: Path) -> None:
-    """Bring files that one process wrote for several into *folder*, each by the name of its own."""
+    """Move files that one process wrote for several into *folder*, each with the name of its process."""
     for path in sorted(folder.glob("*/*.trace.json")):
         path.rename(folder / path.name)
         path.parent.rmdir()
 
 
 def change(path: Path, **facts: Any) -> None:
-    """Change what a process file says of its process."""
+    """Change the *facts* in a process file."""
     document = json.loads(path.read_text())
     document["otherData"].update(facts)
     path.write_text(json.dumps(document))

@@ -1,4 +1,4 @@
-"""Two nodes' data planes in one process, over a chosen transport: what the contract tests of transports run on."""
+"""The data planes of two nodes in one process, over any transport, for the contract tests of transports."""
 from __future__ import annotations
 
 import os
@@ -75,17 +75,17 @@ class End:
         self.port = Port(*self._mapped, pidfd)
 
     def prepare(self, plan: Plan) -> None:
-        """First phase."""
+        """Run the first phase of a plan."""
         self.generation = self.runtime.installer.prepare(plan)
 
     def hear(self) -> None:
-        """Act on what the peer said on the shared-memory channel."""
+        """Process the peer's messages on the shared-memory channel."""
         for link in self.runtime.talking_links():
             for message, fds in link.channel.recv_nowait():
                 self.runtime.peer_message(link, message, fds, self.generation)
 
     def commit(self, order: list[int]) -> None:
-        """Second phase."""
+        """Run the second phase of a plan."""
         assert self.generation is not None and not self.generation.awaited
         self.runtime.commit(self.generation, tuple(order))
 
@@ -112,7 +112,7 @@ class End:
         return bytes(memoryview(segments[extent.node, extent.segment])[offset : offset + extent.nbytes])
 
     def close(self) -> None:
-        """Take everything down, as the node does."""
+        """Close everything, like a node."""
         for view in self._views:
             view.release()
         if hasattr(self, "port"):
@@ -160,7 +160,7 @@ def connect(ends: list[End]) -> None:
 
 def declare(ends: list[End], sizes: list[int], owners: list[int], generation: int = 1, first: int = 0,
             n_streams: int = 0, codec: CodecSpec | None = None) -> Plan:
-    """Prepare one unit of uint8 per size (of float32, if compressed) on both ends, owned as said; return the plan."""
+    """Prepare one unit of uint8 per size (of float32, if compressed) on both ends, with *owners*; return the plan."""
     dtype, width = ("uint8", 1) if codec is None else ("float32", 4)
     specs = [TensorSpec(name=f"t{first + i}", dtype=dtype, shape=(nbytes // width,), average=False, n_streams=n_streams,
                         codec=codec)

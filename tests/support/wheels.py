@@ -1,11 +1,11 @@
-"""Wheels as they are published, each shown to work where there is no compiler.
+"""Builds wheels for publication, and tests that each works without a compiler.
 
     make wheels PYTHONS="python3.10 python3.11 python3.12"        # writes dist/
 
-An sdist is built twice from the tree and must have the same bytes; from it a wheel for each interpreter, in which
-auditwheel names the oldest C library that it runs with (manylinux). Each is installed by name from PyPI's wheels alone
-into a new environment, where two ranks sum with nothing but that environment on their PATH. Ends with 1 if a wheel is
-larger than 3 MB or anything else fails.
+Two builds of the sdist must have the same bytes. From it, it builds a wheel for each interpreter, whose platform is the
+oldest C library that works, according to auditwheel (manylinux). Each is installed with wheels of PyPI only into a new
+environment, where two ranks sum with only that environment in PATH. Exits with 1 if a wheel is larger than 3 MB or
+anything else fails.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _IMPORT = "import time; t = time.perf_counter(); import bpsfast; print(time.perf
 
 
 def run(*words: str | Path, environ: dict[str, str] | None = None, folder: str | Path = ROOT) -> str:
-    """Run a command in *folder* and return what it prints; raise `SystemExit` with all of that if it fails."""
+    """Run a command in *folder* and return its output; raises `SystemExit` with the output if it fails."""
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=_TIMEOUT_S,
                           check=False, env=environ, cwd=folder)
     if done.returncode:
@@ -46,12 +46,12 @@ def run(*words: str | Path, environ: dict[str, str] | None = None, folder: str |
 
 
 def epoch() -> int:
-    """Return the time of the last commit (Unix, s): all that is packed is as old as that."""
+    """Return the time of the last commit (Unix, s), which all packed files get."""
     return int(run("git", "log", "-1", "--format=%ct"))
 
 
 def repack(sdist: Path, seconds: int) -> None:
-    """Write *sdist* anew with members in the order of their names, nobody's, all from the time *seconds*."""
+    """Rewrite *sdist* with members sorted by name, without owners, and with time *seconds*."""
     with tarfile.open(sdist) as archive:
         members = [(each, archive.extractfile(each))
                    for each in sorted(archive.getmembers(), key=lambda each: each.name)]
@@ -67,7 +67,7 @@ def repack(sdist: Path, seconds: int) -> None:
 
 
 def sdist(out: Path, seconds: int) -> Path:
-    """Build the sdist of a clone of this tree's last commit: no stale file of this folder is in it."""
+    """Build the sdist of a clone of the last commit, so that it has no stale files."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         run("git", "clone", "--quiet", "--no-hardlinks", ROOT, clone)
@@ -93,12 +93,12 @@ def wheel(source: Path, python: str, out: Path, environ: dict[str, str]) -> Path
 def try_it(built: Path, python: str) -> float:
     """Install *built* and let two ranks sum; return how long the import takes (s, the best of five).
 
-    In a folder of its own: before 3.11 Python takes packages from the folder that it is started in.
+    It uses another folder, because Python before 3.11 imports packages from the current folder.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
         run(python, "-m", "venv", environment)
-        alone = {"PATH": str(environment / "bin"), "HOME": folder}  # no compiler is found there
+        alone = {"PATH": str(environment / "bin"), "HOME": folder}  # without a compiler
         run(environment / "bin" / "pip", "install", "--quiet", "--only-binary", ":all:", built,
             environ={**os.environ, "PATH": alone["PATH"]})
         script = Path(folder) / "job.py"

@@ -1,4 +1,4 @@
-"""A rank of torch's: ``python -m tests.support.world_rank FOLDER RANK SIZE SCENARIO``.
+"""A rank of a torch job: ``python -m tests.support.world_rank FOLDER RANK SIZE SCENARIO``.
 
 Prints what the scenario returns as a line of JSON. The store of torch's default group is a file in FOLDER.
 """
@@ -32,7 +32,7 @@ def begin(backend: str, name: str = "default") -> None:
 
 
 def total(group: Any = None) -> float:
-    """Return the sum of its members' numbers, each plus one."""
+    """Return the sum of the members' ranks, each plus one."""
     x = torch.full((1000,), RANK + 1.0)
     dist.all_reduce(x, group=group)
     assert x.eq(x[0]).all()
@@ -40,7 +40,7 @@ def total(group: Any = None) -> float:
 
 
 def session_of(group: Any = None) -> int:
-    """Return which session carries *group*."""
+    """Return the number of the session of *group*."""
     found = dist.group.WORLD if group is None else group
     return id(found._group.session)
 
@@ -52,7 +52,7 @@ def counts() -> list[int]:
 
 
 def reuse() -> Any:
-    """Groups of a default group share its session, which is what `bpsfast.init` means, and ends with the last."""
+    """Groups of a default group share its session, which is that of `bpsfast.init`, and ends with the last group."""
     begin("bpsfast")
     session = session_of()
     pair = dist.new_group([0, 1], backend="bpsfast")
@@ -66,7 +66,7 @@ def reuse() -> Any:
 
 
 def several() -> Any:
-    """Sub-groups of a default group of another backend have sessions of their own; no other finds them."""
+    """Sub-groups of a default group of another backend have separate sessions."""
     begin("gloo")
     found = []
     groups = {}
@@ -83,7 +83,7 @@ def several() -> Any:
 
 
 def one_after_another() -> Any:
-    """A process joins as often as it likes, and has after each time what it had after the first."""
+    """A process can join repeatedly, and has the same resources after each time."""
     seen = []
     for i in range(3):
         begin("bpsfast", f"default {i}")
@@ -112,7 +112,7 @@ def any_order() -> Any:
 
 
 def aborted() -> Any:
-    """Rank 0 gives up a call that the others never make."""
+    """Rank 0 aborts a call that the others never make."""
     begin("bpsfast")
     total()
     spent_s, error = 0.0, ""
@@ -133,9 +133,9 @@ def aborted() -> Any:
 
 
 def forked() -> Any:
-    """A child may not use the groups of its parent, and hears so at once."""
+    """A child may not use the groups of its parent, and gets an error at once."""
     begin("bpsfast")
-    dist.all_reduce(torch.ones(1), async_op=True).wait()  # the thread of the group is there
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # starts the thread of the group
     child = os.fork()
     if child == 0:
         code = 1

@@ -40,7 +40,7 @@ def test_a_cut_off_file_is_one_line_and_code_2(tmp_path, arguments):
     path.write_bytes(path.read_bytes()[:-100])
     done = run(arguments[0], tmp_path, *arguments[1:])
     assert done.exit_code == 2 and str(path) in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not done.stdout or "cut off" in json.loads(done.stdout)["error"]["text"]
+    assert not done.stdout or "incomplete copy" in json.loads(done.stdout)["error"]["text"]
     assert not (tmp_path / "trace.json").exists()
 
 

@@ -135,8 +135,10 @@ class Writes(Contestant):
         for pair in self._pairs:
             pair.close()
         self.loop.close()
-        for each in (*self._regions, *self._messages, self._queue):
-            each.close()
+        for region, segment in zip(self._regions, self._messages):
+            region.close()
+            segment.close()
+        self._queue.close()
 
 
 class Streams(Contestant):

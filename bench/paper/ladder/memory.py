@@ -18,7 +18,7 @@ class Area:
         self.offsets, nbytes = offsets(parts)
         self._segment = Segment(nbytes, name="bpsfast-ladder")
         self._region = verbs.MemoryRegion(domain, self._segment)
-        self._bytes = np.frombuffer(self._segment, np.uint8)[:nbytes]
+        self._bytes = np.frombuffer(memoryview(self._segment), np.uint8)[:nbytes]
         self.address, self.lkey, self.rkey = self._region.address, self._region.lkey, self._region.rkey
 
     def begin(self, shift: bool) -> int:

@@ -10,6 +10,7 @@ from bpsfast.bench.paper.ladder import control, shares
 from bpsfast.bench.paper.ladder.contestant import LadderEnd, Side, Streams, Writes
 from bpsfast.bench.paper.ladder.control import Control
 from bpsfast.bench.paper.ladder.device import Port
+from bpsfast.bench.paper.ladder.exchange import WriteExchange
 from bpsfast.bench.paper.ladder.memory import Area
 from bpsfast.bench.paper.ladder.service import check, greeting
 from bpsfast.bench.paper.ladder.shares import OURS, VARIANTS, LadderVariant
@@ -87,7 +88,7 @@ class Worker(LadderEnd):
             say(f"{model}: round {number + 1} of {n_rounds}: " + ", ".join(f"{row.samples_s[-1]:.3g}" for row in rows))
         for row in rows:
             loop = self._contestants[row.variant.name].loop
-            row.counters = {} if row.variant.is_tcp else loop.counters()
+            row.counters = loop.counters() if isinstance(loop, WriteExchange) else {}
         self.close_model()
         return rows
 

@@ -132,7 +132,7 @@ class FaultyLink(Closing):
             os.close(fd)
         self._wake.close()
         for machine in self.machines.values():
-            machine.remove()
+            machine._remove()
 
     def spare(self, *ports: int) -> None:
         """Apply no fault to packets from and to these TCP ports, and faults to all other ports."""

@@ -69,10 +69,7 @@ class Explanation:
 
 
 def explain(text: str) -> list[Explanation]:
-    """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
-
-    Raises `ConfigError`, which suggests similar names, if nothing is recognized.
-    """
+    """Return the meanings of a code or pasted text, likely ones first; raise `ConfigError` with near names for none."""
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
     if not found:
@@ -124,8 +121,9 @@ def _recognised(text: str) -> list[Explanation]:
     for words in error_texts.every():
         if (words.number in spelled or words.text.lower() in text.lower() or re.search(rf"\b{words.name}\b", text)):
             meanings.append(of_errno(words))
+    lower, is_long = text.lower(), " " in text and len(text) > 8  # a long text may also be part of a symptom
     meanings += [of_check(check) for check in CHECKS if re.search(rf"\b{check.code}\b", text, re.I)
-                 or any(_is_symptom(symptom, text) for symptom in check.symptoms)]
+                 or any(each in lower or (is_long and lower in each) for each in map(str.lower, check.symptoms))]
     return meanings[:_MOST_MEANINGS]
 
 
@@ -140,11 +138,6 @@ def _completion_in(line: str) -> tuple[int, int] | None:
     if named is None and status is not None and vendor is not None:
         named = int(status[1])
     return None if named is None else (named, int(vendor[1], 0) if vendor else 0)
-
-
-def _is_symptom(symptom: str, text: str) -> bool:
-    """Tell whether *text* contains the symptom or, if it is more than a word, is contained in it."""
-    return symptom.lower() in text.lower() or (" " in text and len(text) > 8 and text.lower() in symptom.lower())
 
 
 def of_check(check: Check) -> Explanation:

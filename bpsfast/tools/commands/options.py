@@ -17,22 +17,25 @@ if TYPE_CHECKING:
     from ...launch.ssh import Ssh
 
 
-def set_option(function: Callable) -> Callable:
-    """Add the option ``--set``; its values arrive as the parameter *assignments*."""
-    return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE", shell_complete=_names,
-                        help="Set a setting, such as --set partition_bytes=1M (`bpsfast env` lists them).")(function)
-
-
 def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
     from ...base.settings import table
 
     return [f"{row.name}=" for row in table() if row.name.startswith(incomplete.replace("-", "_"))]
 
 
-def verbs_option(function: Callable) -> Callable:
-    """Add the option ``--verbs``; it arrives as the parameter *verbs*, None if not given."""
-    return click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
-                        help="Implementation of RDMA verbs to use (native).")(function)
+#: Adds the option ``--set``; its values arrive as the parameter *assignments*, see `overrides`.
+set_option = click.option(
+    "--set", "assignments", multiple=True, metavar="NAME=VALUE", shell_complete=_names,
+    help="Set a setting, such as --set partition_bytes=1M (`bpsfast env` lists them).")
+#: Adds the option ``--verbs``; it arrives as the parameter *verbs*, None if not given.
+verbs_option = click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
+                            help="Implementation of RDMA verbs to use (native).")
+#: Adds the option ``--root``; it arrives as the parameter *root*, None for this machine.
+root_option = click.option("--root", type=click.Path(), metavar="DIR", help="Examine the machine recorded in DIR (its "
+                           "/sys, /proc, /dev) instead of this one.")
+#: Adds the option ``-H``; it arrives as the parameter *hosts_text*.
+hosts_option = click.option("-H", "--hosts", "hosts_text", metavar="HOST[:N],...",
+                            help="Hosts and the number of ranks on each; other hosts are reached by ssh.")
 
 
 def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
@@ -50,20 +53,8 @@ def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
     return given | {name: value for name, value in options.items() if value is not None}
 
 
-def root_option(function: Callable) -> Callable:
-    """Add the option ``--root``; it arrives as the parameter *root*, None for this machine."""
-    return click.option(
-        "--root", type=click.Path(), metavar="DIR",
-        help="Examine the machine recorded in DIR (its /sys, /proc, /dev) instead of this one.")(function)
-
 _JOB = {"helpers_on": "--helpers-on", "scheduler_host": "--scheduler-host", "assigned": "-x"}
 _SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir")
-
-
-def hosts_option(function: Callable) -> Callable:
-    """Add ``-H``; it arrives as the parameter *hosts_text*."""
-    return click.option("-H", "--hosts", "hosts_text", metavar="HOST[:N],...",
-                        help="Hosts and the number of ranks on each; other hosts are reached by ssh.")(function)
 
 
 def ssh_options(function: Callable) -> Callable:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from ...base import exit_codes, output
-from ...orchestration.errors import BpsError
+from ...base import exit_codes, output, settings
+from ...orchestration.errors import BpsError, ConfigError
+from ..perf import perf_plan
 from . import options as shared
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
@@ -100,7 +101,6 @@ def latency(**options: Any) -> None:
 
 def _run(verb: str, options: dict[str, Any]) -> None:
     """Measure as *options* say; with -H, start the other side first."""
-    from ...base import settings
     from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
@@ -123,10 +123,8 @@ def _run(verb: str, options: dict[str, Any]) -> None:
 
 
 def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
-    from ...base import settings
     from ...orchestration import security
-    from ...orchestration.errors import ConfigError
-    from ..perf import control, perf_plan, results
+    from ..perf import control, results
     from ..perf.perf_run import PerfRun
 
     host, wait_s, form = options.pop("host"), options.pop("wait_s"), options.pop("form")
@@ -193,8 +191,6 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
     """Return the settings for jobs that are not defaults, as fields of the plan; latency uses one queue pair."""
-    from ..perf import perf_plan
-
     found = {field: getattr(loaded, name) for name, field in perf_plan.SETTINGS.items()
              if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
     if "moderation" in found:
@@ -212,8 +208,6 @@ def _device(options: dict[str, Any]) -> str | None:
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the given options by the names of the plan's fields."""
-    from ..perf import perf_plan
-
     nbytes, all_sizes, providers = options.pop("nbytes"), options.pop("all_sizes"), options.pop("providers")
     if nbytes is not None and all_sizes:
         raise click.UsageError("-s and -a: choose one")

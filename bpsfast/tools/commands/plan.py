@@ -55,17 +55,13 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
         raise ConfigError("--workers is missing: the number of machines with ranks")
     codec = None if compression is None else prediction.parse(compression)
     machines = [*machine_list.parse(workers, True, nic_gbps), *machine_list.parse(helpers, False, nic_gbps)]
-    network = _model(model, torch_place, dtype)
+    if (model is None) == (torch_place is None):
+        raise ConfigError("give --model or --from-torch" if model is None else "--model and --from-torch: choose one")
+    network = catalog.named(model, dtype) if model is not None else catalog.from_torch(str(torch_place), dtype)
     compute = _compute(network, batch, forward_ms, backward_ms)
     made = prediction.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
                            copy_rate=copy_gbytes * 1e9)
     output.show(form, lambda: plan_text.text(made), plan_text.data(made), plan_text.rows(made))
-
-
-def _model(name: str | None, torch_place: str | None, dtype: str | None) -> Model:
-    if (name is None) == (torch_place is None):
-        raise ConfigError("give --model or --from-torch" if name is None else "--model and --from-torch: choose one")
-    return catalog.named(name, dtype) if name is not None else catalog.from_torch(str(torch_place), dtype)
 
 
 def _compute(model: Model, batch: int | None, forward_ms: float | None, backward_ms: float | None) -> Compute | None:

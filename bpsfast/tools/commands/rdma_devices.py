@@ -247,8 +247,12 @@ def asked(verbs: str | None, root: str | None) -> Any:
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
     """Return the active path MTU of each port by "device/port", or the reason why there is none."""
     listed = verbs.devices()
-    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, lambda opened, n=port.number: str(
-        opened.port(n)["active_mtu"])) for device, port in host.ports}
+
+    def active_mtu(number: int, opened: Any) -> str:
+        return str(opened.port(number)["active_mtu"])
+
+    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(active_mtu, port.number))
+            for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:

@@ -81,9 +81,10 @@ class _Run(click.Command):
 @exit_on_error
 def command(**options: Any) -> None:
     """Run a program as a job."""
-    from ...launch import local_job, ssh_job
+    from ...launch import elastic_job, local_job, ssh_job
     from ...launch.output import Output
     from ...launch.supervisor import Limits
+    from ...orchestration.elastic.coordinator import ElasticRules
 
     if options["rate"] is not None and not options["netns"]:
         raise ConfigError("--rate needs --netns: it limits the links between network namespaces")
@@ -102,7 +103,9 @@ def command(**options: Any) -> None:
             shape = local_job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
                                  options["ranks"])
             if chosen is not None:
-                sys.exit(_run_elastic(shape, options, loaded, chosen, limits, out))
+                control = chosen.pop("control", None)
+                rules = ElasticRules(**{"max_ranks": sum(shape.ranks), **chosen})
+                sys.exit(elastic_job.run(shape, program, loaded, rules, limits=limits, output=out, control=control))
             if show_only and options["as_json"]:
                 return _show_plan([("", os.getcwd(), [], local_job.planned(shape, program, loaded))])
             if show_only:
@@ -145,16 +148,6 @@ def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
         raise ConfigError(f"{', '.join(wrong)} with --elastic: an elastic job runs on this machine without helpers; "
                           "on several machines use torchrun's elastic agent")
     return given
-
-
-def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings, chosen: dict[str, Any], limits: Any,
-                 out: Any) -> int:
-    from ...launch import elastic_job
-    from ...orchestration.elastic.coordinator import ElasticRules
-
-    control = chosen.pop("control", None)
-    rules = ElasticRules(**{"max_ranks": sum(shape.ranks), **chosen})
-    return elastic_job.run(shape, options["program"], loaded, rules, limits=limits, output=out, control=control)
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """``bpsfast topo`` shows the topology of a machine, the best way to sum in it, or the CPU affinity of a job."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -11,11 +12,10 @@ from ...base.value_formats import format_cpus
 from ...hardware import numa
 from ...hardware.affinity import locality, plan as affinity
 from ...hardware.host import RecordedKernel, open_host
+from ...hardware.topology import discovery, display, graph
+from ...hardware.topology.graph import LinkKind, Part, PartKind, Topology
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option
-
-if TYPE_CHECKING:
-    from ...hardware.topology.graph import Part, Topology
 
 _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 
@@ -55,10 +55,8 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3   a forced strategy beside the best
+    bpsfast topo --strategy --set reduce_roots=2,3   the forced and the best
     """
-    from ...hardware.topology import discovery
-
     if source is not None and root is not None:
         raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
@@ -74,8 +72,6 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         return output.show(form, table.text, table.as_dict())
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
-        from ...hardware.topology import display
-
         display.draw(topology, picture_path)
     if as_strategy:
         from ...hardware.topology.decision import report_strategy
@@ -88,21 +84,14 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
 
 def read(source: str) -> Topology:
     """Return the machine that the file *source* describes; raise `ConfigError` if it cannot be parsed."""
-    from ...hardware.topology import graph
-
-    with open(source, "rb") as file:
-        content = file.read()
     try:
-        return graph.from_json(content)
+        return graph.from_json(Path(source).read_bytes())
     except ConfigError as exc:
         raise ConfigError(f"--read {source}: {exc}") from exc
 
 
 def text(topology: Topology) -> str:
     """Return the topology as text: the matrix of connections, the tree of parts, links of sockets, a legend."""
-    from ...hardware.topology.display import CONNECTION_WORDS
-    from ...hardware.topology.graph import LinkKind, PartKind
-
     counts = [(len(topology.of(kind)), words) for kind, words in (
         (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"),
         (PartKind.NIC, "network card"))]
@@ -115,19 +104,16 @@ def text(topology: Topology) -> str:
     if between:
         lines += ["", *(f"{link.a} - {link.b}: {_gb(link.rate_bytes)} GB/s" for link in between)]
     words = {cell.split()[0].rstrip("0123456789") for row in matrix[1:] for cell in row[1:]}
-    legend = [f"{word:<5} {meaning}" for word, meaning in CONNECTION_WORDS.items() if word.rstrip("#") in words]
+    legend = [f"{word:<5} {meaning}" for word, meaning in display.CONNECTION_WORDS.items() if word.rstrip("#") in words]
     return "\n".join(lines + (["", *legend] if legend else []))
 
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each GPU and card: its connection to each, as ``nvidia-smi topo -m`` prints it."""
-    from ...hardware.topology.display import connection
-    from ...hardware.topology.graph import PartKind
-
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
 
     def cell(one: str, other: str) -> str:
-        found = connection(topology, one, other)
+        found = display.connection(topology, one, other)
         return "X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes else found.word
 
     return [("", *names), *((one, *(cell(one, other) for other in names)) for one in names)]
@@ -135,8 +121,6 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
 
 def part_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each part, below its parent; at the end parts without one."""
-    from ...hardware.topology.graph import LinkKind, PartKind
-
     rows: list[tuple[str, ...]] = [_HEAD]
     seen = set()
 

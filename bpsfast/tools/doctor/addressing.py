@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
 
 from ...base.value_formats import PATH_MTUS
 from ...hardware.kernel import Address, PingResult
@@ -95,7 +94,7 @@ def _roce_gid(rail: Rail) -> Gid | None:
     return None if rail.gid is None or rail.gid.version == "IB" else rail.gid
 
 
-def _rows(facts: Facts, rail: Rail) -> Sequence[Gid]:
+def _rows(facts: Facts, rail: Rail) -> list[Gid]:
     port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
     return facts.host.gids(rail.device, port)
 

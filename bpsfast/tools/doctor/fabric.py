@@ -198,7 +198,8 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
     """Read flow control: DCB over netlink, mlx5's /sys/class/net/IFACE/ecn and, for root, mlx5's debugfs."""
     tree, netdev = facts.host.tree, port.netdev or ""
     ecn = f"sys/class/net/{netdev}/ecn"
-    places = [(name, (ecn, "roce_np", name)) for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")]
+    places: list[tuple[str, tuple[str, ...]]] = [
+        (name, (ecn, "roce_np", name)) for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")]
     if device.pcie and device.pcie.address:
         places += [(name, ("sys/kernel/debug/mlx5", device.pcie.address, "cc_params", f"np_{name}"))
                    for name in ("cnp_dscp", "cnp_prio", "cnp_prio_mode", "min_time_between_cnps")]

@@ -21,10 +21,7 @@ from ...orchestration.errors import ConfigError
 
 
 class PeerPort(msgspec.Struct, frozen=True, kw_only=True):
-    """A usable port. `gid` is the text of the address of the GID that would be used.
-
-    `mtu` is that of the interface and `path_mtu` that of RDMA packets, in bytes; 0 if unknown.
-    """
+    """A usable port: `gid` as an address, `mtu` of the interface, `path_mtu` of RDMA packets (bytes, 0: unknown)."""
 
     name: str
     link_layer: str
@@ -111,7 +108,7 @@ def ask_verbs(provider: str = "native") -> VerbsReport:
         return VerbsReport(provider, version=verbs.version(), fork=verbs.fork_safety(),
                            devices={name: _open(verbs, name) for name in verbs.devices()})
     except OSError as exc:
-        return VerbsReport(provider, error=_words(exc))
+        return VerbsReport(provider, error=exc.strerror or str(exc))
 
 
 def recorded_verbs(answer: Any) -> VerbsReport | None:
@@ -132,7 +129,7 @@ def _open(verbs: Any, name: str) -> OpenedDevice:
             with verbs.ProtectionDomain(device) as domain:
                 nbytes, error = _register(verbs, domain)
     except OSError as exc:
-        return OpenedDevice(error=_words(exc))
+        return OpenedDevice(error=exc.strerror or str(exc))
     return OpenedDevice("", attributes, ports, nbytes, error)
 
 
@@ -148,9 +145,6 @@ def _register(verbs: Any, domain: Any) -> tuple[int, str]:
         done = nbytes
     return done, ""
 
-
-def _words(exc: OSError) -> str:
-    return exc.strerror or str(exc)
 
 _CAP_IPC_LOCK = 14
 #: distribution (ID or ID_LIKE of os-release) -> how to install libibverbs and its providers

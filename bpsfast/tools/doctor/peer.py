@@ -51,10 +51,7 @@ class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePairTest:
-    """A queue pair on *rail* with `NBYTES` of registered memory. Owner thread only; a context manager.
-
-    Raises `OSError` if a verb failed; the text says which one, with which arguments.
-    """
+    """A queue pair on *rail* with `NBYTES` of registered memory; `OSError` names a failed verb. Owner thread only."""
 
     def __init__(self, verbs: Any, rail: Rail) -> None:
         self._rail = rail

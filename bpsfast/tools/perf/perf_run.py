@@ -58,8 +58,6 @@ class PerfRun:
         self.plan: Plan | None = None
         self._reported: BaseException | None = None
 
-    # -- the two sides ----------------------------------------------------------------------------------------
-
     def as_client(self, plan: Plan, began: Callable[[], None], device: str = "") -> None:
         """Measure *plan*; call *began* once both sides agree and are connected. An error is reported to the peer first.
 
@@ -99,8 +97,6 @@ class PerfRun:
                 self._control.stop("it was interrupted (Ctrl-C)" if isinstance(exc, KeyboardInterrupt)
                                    else f"{type(exc).__name__}: {exc}")
             raise
-
-    # -- steps ------------------------------------------------------------------------------------------------
 
     def _each_provider(self, peer_place: dict[str, Any], is_client: bool, began: Callable[[], None]) -> None:
         assert self.plan is not None

@@ -37,8 +37,6 @@ class ProviderLoop:
         self.all_sent: int | None = None
         self.failure: tuple[int, int, int, bool] | None = None
 
-    # -- posting and polling --------------------------------------------------------------------------------
-
     def post_receives(self) -> None:
         """Post the receives of every pair."""
         for pair in range(len(self._pairs)):
@@ -98,8 +96,6 @@ class ProviderLoop:
         if self._idle_s is not None and now_ns - self._last_ns >= self._idle_s * 1e9:
             (self._send_cq if sends else self._recv_cq).wait(_NAP_S)
         return now_ns
-
-    # -- runs -----------------------------------------------------------------------------------------------
 
     def bandwidth(self, n_send: int | None, n_receive: int | None,
                   duration_s: float = 0.0) -> tuple[int, int, float, bytes, bytes]:

@@ -84,8 +84,6 @@ class RdmaEnd:
             return 0
         return _INLINE_NBYTES
 
-    # -- connection -------------------------------------------------------------------------------------------
-
     def offer(self) -> dict[str, Any]:
         """Return what the peer needs to connect."""
         return {
@@ -120,8 +118,6 @@ class RdmaEnd:
     def place(self) -> dict[str, Any]:
         """Return a description of this side, once connected."""
         return described(self.rail) | {"mtu": self.mtu, "inline_nbytes": self._inline_nbytes}
-
-    # -- runs -------------------------------------------------------------------------------------------------
 
     def prepare(self, nbytes: int, receives: bool) -> None:
         """Create the loop for messages of *nbytes*; post receives if the peer's operation consumes them."""

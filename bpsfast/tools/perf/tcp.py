@@ -117,8 +117,6 @@ class TcpEnd:
         """Return a description of this side."""
         return {"host": self._control.own_host, "streams": self.plan.pairs}
 
-    # -- runs -------------------------------------------------------------------------------------------------
-
     def prepare(self, nbytes: int, receives: bool) -> None:
         """Bind every slot of every stream to the landing buffer, for messages of *nbytes*."""
         self._nbytes = nbytes
@@ -224,5 +222,8 @@ class TcpEnd:
             self._acceptor.close()
         while not self._accepted.empty():
             self._accepted.get()[1].close()
-        for each in (*self._streams, *self._early.values(), self._memory):
-            each.close()
+        for sock in self._early.values():
+            sock.close()
+        for stream in self._streams:
+            stream.close()
+        self._memory.close()

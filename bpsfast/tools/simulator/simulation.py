@@ -154,7 +154,11 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     """
     if n_steps < 1:
         raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
-    _check(options)
+    for name in ("credit_nbytes", "fusion_nbytes", "optimizer_s"):
+        if not getattr(options, name) >= 0:
+            raise ConfigError(f"{name} must not be negative, got {getattr(options, name)}")
+    if options.partition_nbytes < 4096:
+        raise ConfigError(f"partition_nbytes must be a page of 4096 bytes or more, got {options.partition_nbytes}")
     clock = Clock()
     workers: list[Worker] = []
     plan, exchange, n_workers, is_folded = _exchange(clock, job, cluster, strategy, options,
@@ -210,11 +214,3 @@ def _exchange(clock: Clock, job: Workload, cluster: Cluster, strategy: str, opti
         fold = n_messages > FOLD_MESSAGES and is_symmetric(cluster, strategy)
     layout = folded(cluster, plan, strategy) if fold else full(cluster, plan, strategy, options.interleave)
     return plan, SimulatedPushPull(clock, layout, cluster.costs, **limits), layout.n_workers, fold
-
-
-def _check(options: Options) -> None:
-    for name in ("credit_nbytes", "fusion_nbytes", "optimizer_s"):
-        if not getattr(options, name) >= 0:
-            raise ConfigError(f"{name} must not be negative, got {getattr(options, name)}")
-    if options.partition_nbytes < 4096:
-        raise ConfigError(f"partition_nbytes must be a page of 4096 bytes or more, got {options.partition_nbytes}")

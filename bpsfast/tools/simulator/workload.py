@@ -87,10 +87,7 @@ class PartitionedWorkload(NamedTuple):
 
 
 def partitioned(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
-    """Pack and partition the tensors with `partition.plan_units`, as the scheduler does.
-
-    *fusion_nbytes* 0: every tensor alone, as in BytePS; else small tensors form one declared group.
-    """
+    """Partition tensors as the scheduler does; *fusion_nbytes* 0: each alone (BytePS), else small ones form a group."""
     group = "small" if fusion_nbytes else None
     names = [tensor for layer in job.layers for tensor in layer.tensors]
     specs = [TensorSpec(name=name, dtype=job.dtype, shape=tuple(job.shapes[name]), group=group) for name in names]

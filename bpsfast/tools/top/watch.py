@@ -102,8 +102,6 @@ class Watch(Closing):
         return Sample(time=time.time(), seconds=self._last_s - begin, job=self._job, version=self._version, nodes=nodes,
                       ranks=rank_samples(pairs), remarks=self._remarks(nodes))
 
-    # -- scraping ------------------------------------------------------------------------------------------
-
     def _scan(self) -> list[OSError]:
         """Scrape all known nodes and, if the job may have more, other addresses; return the errors of those."""
         known, asked = list(self._seen), set(self._seen)
@@ -150,8 +148,6 @@ class Watch(Closing):
         else:  # no route or no time: this says nothing of the node
             state: State = "gone" if isinstance(answer, ConnectionError) else "silent"
             self._seen[address] = seen._replace(state=state, n_missing=seen.n_missing + 1)
-
-    # -- samples ---------------------------------------------------------------------------------------------
 
     def _nodes(self, ours: dict[tuple[str, int], _Seen]) -> tuple[NodeSample, ...]:
         found: dict[int, NodeSample] = {}

@@ -104,9 +104,6 @@ def summarise(job: Job) -> Summary:
                    urgency.examine((process, process.spans) for process in job.processes), job)
 
 
-# -- ranks ---------------------------------------------------------------------------------------------------------
-
-
 class _Rank(NamedTuple):
     """The times of one rank in nanoseconds per step."""
 
@@ -173,9 +170,6 @@ def _rounds(job: Job) -> dict[tuple[int, int], list[tuple[int, Span]]]:
     return found
 
 
-# -- nodes and links -----------------------------------------------------------------------------------------------
-
-
 def _traced_steps(job: Job) -> float:
     """Return the rounds of the most summed partition."""
     rounds: dict[int, set[int]] = defaultdict(set)
@@ -203,9 +197,6 @@ def _works(job: Job, steps: float) -> tuple[list[Work], list[Work]]:
 def _work(title: str, spans: list[Span], steps: float) -> Work:
     busy_ns = length(union((span.begin_ns, span.end_ns) for span in spans))
     return Work(title, busy_ns / steps * 1e-9, sum(span.args["nbytes"] for span in spans) / steps)
-
-
-# -- intervals -----------------------------------------------------------------------------------------------------
 
 
 def union(times: Iterable[tuple[int, int]]) -> Times:
@@ -240,9 +231,6 @@ def without(times: Times, taken: Times) -> Times:
 def length(times: Times) -> int:
     """Return the total length of *times*, a result of `union`."""
     return sum(end - begin for begin, end in times)
-
-
-# -- text ----------------------------------------------------------------------------------------------------------
 
 
 def title(job: Job, span: Span) -> str:

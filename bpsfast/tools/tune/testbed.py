@@ -178,14 +178,12 @@ class TuneServer:
         """
         self._heard_s = time.monotonic()
         with serving(self._listener, self._key, _SILENCE_S, _MOST_AT_ONCE, "tune", self._client):
-            while not self._ended.wait(_LOOK_S):
-                self._check_silence(wait_s)
-
-    def _check_silence(self, wait_s: float) -> None:
-        with self._lock:
-            silent_s = 0.0 if self._at_work else time.monotonic() - self._heard_s
-        if silent_s < wait_s:
-            return
+            silent_s = 0.0
+            while silent_s < wait_s:
+                if self._ended.wait(_LOOK_S):
+                    return
+                with self._lock:
+                    silent_s = 0.0 if self._at_work else time.monotonic() - self._heard_s
         if self._driver:
             raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s without ending the run: its "
                                 "process is gone, and its own output says why. Nothing was changed here")

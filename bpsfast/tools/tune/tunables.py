@@ -109,10 +109,7 @@ def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
 
 def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailCapabilities], n_rails: int, duration_s: float,
             timeout_s: float) -> Plan:
-    """Return the plan for one of *n_rails* pairs of rails between two machines.
-
-    All pairs that are measured at once use the same plan, so it respects the limits of all *rails*.
-    """
+    """Return the plan for one of *n_rails* pairs of rails between two machines, within the limits of all *rails*."""
     mtu = min(rail.mtu for rail in rails)
     most = min(rail.max_qp_wr for rail in rails)
     shared: dict[str, Any] = {

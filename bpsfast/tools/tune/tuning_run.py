@@ -55,8 +55,6 @@ class TuningRun:
         #: (settings, load, {(host, device/port): counters}) of every measurement
         self._counted: list[tuple[Config, str, dict[tuple[str, str], dict[str, int]]]] = []
 
-    # -- measuring ------------------------------------------------------------------------------------------
-
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
         """Search, with *report* of each step; raise `BpsError` if a machine is gone or current settings fail."""
         search = Search(self.start, self.choice.tunables, self.loads, self.measure, clock=time.monotonic,
@@ -109,8 +107,6 @@ class TuningRun:
                     for name, value in port["changes"].items():
                         into[name] = max(into.get(name, 0), value)
         return found
-
-    # -- counters and report ------------------------------------------------------------------------------------
 
     def counted(self, config: Config, load: str) -> list[CounterDelta]:
         """Return the changes of the ports' counters in all measurements of *load* with these settings."""

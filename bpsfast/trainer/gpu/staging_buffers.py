@@ -133,10 +133,11 @@ class StagingBuffers:
     def close(self, deadline: float) -> bool:
         """Close the streams of a closed session. False if copies still go on at *deadline* (time.monotonic)."""
         with self._lock:
-            streams, self._streams = [stream for pair in self._streams.values() for stream in pair], {}
+            streams = [stream for pair in self._streams.values() for stream in pair]
         is_over = [_is_idle(stream, max(0.0, deadline - time.monotonic())) for stream in streams]
         if not all(is_over):
-            return False  # the copies hold their memory, on both sides
+            return False  # the copies need their memory, on both sides: the next call asks for the same streams
+        self._streams.clear()
         for stream in streams:
             stream.close()
         self._returning.clear()
