@@ -175,7 +175,7 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
     dispatcher._replace_link(0, service.links[1], {0: 1, 1: 1})
     service.far[0], service.far[1] = service.far[1], service.far[0]
     assert service.written(0, 1) == [1] and set(dispatcher._posted[0]) == {1}
-    assert dispatcher._place_of(0, is_result=False) < dispatcher._place_of(1, is_result=False), "of the same pass"
+    assert dispatcher._send_key_of(0, is_result=False) < dispatcher._send_key_of(1, is_result=False), "of the same pass"
 
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)

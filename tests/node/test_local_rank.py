@@ -11,6 +11,7 @@ from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node import local_listener
 from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.regions import Regions
+from bpsfast.node.transport import shm
 from bpsfast.orchestration.errors import CapacityError, ConfigError, ProtocolError
 from bpsfast.orchestration.messages import VERSION, Allocate, Allocated, Attach, SegmentShared
 from bpsfast.pyx.pages import Segment
@@ -76,6 +77,6 @@ def test_proof_and_user_are_checked():
         with pytest.raises(ConfigError, match=f"process {pid} has another job key"):
             local_listener.check_proof(key, pid, number, proof)
     near, far = (MessageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-    local_listener.check_user(near)
+    shm.check_user(near)
     near.close()
     far.close()

@@ -37,9 +37,9 @@ def announce(end, index, pid):
 def test_a_node_takes_leave_of_all_others(ends):
     ends[1].peering.peer_shutdowns.announce_shutdown()
     until = time.monotonic() + LIMIT_S
-    while not (ends[1].peering.peer_shutdowns.are_announced and ends[0].peering.peer_shutdowns.said):
+    while not (ends[1].peering.peer_shutdowns.are_announced and ends[0].peering.peer_shutdowns.announced):
         assert time.monotonic() < until
-    assert ends[0].peering.peer_shutdowns.said == {1} and not ends[1].peering.peer_shutdowns.said
+    assert ends[0].peering.peer_shutdowns.announced == {1} and not ends[1].peering.peer_shutdowns.announced
 
 
 def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
@@ -48,7 +48,7 @@ def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
     helper = msgspec.structs.replace(ends[1].info, index=2, ranks=())
     ends[0].peering.expect(helper)
     announce(ends[0], 2, os.getpid())
-    assert not ends[0].peering.peer_shutdowns.said
+    assert not ends[0].peering.peer_shutdowns.announced
     assert caplog.text.count("but it is not that node with ranks") == 5
     announce(ends[0], 1, os.getpid())
-    assert ends[0].peering.peer_shutdowns.said == {1}
+    assert ends[0].peering.peer_shutdowns.announced == {1}

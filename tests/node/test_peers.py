@@ -162,8 +162,8 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here = side()
     given_up = []
     here.peers._peering = SimpleNamespace(
-        peer_shutdowns=SimpleNamespace(said=set()), forget=lambda index: None,
-        give_up=lambda *call: given_up.append(call))
+        peer_shutdowns=SimpleNamespace(announced=set()), forget=lambda index: None,
+        reconnector=SimpleNamespace(give_up=lambda *call: given_up.append(call)))
     if is_lost_first:
         here.lose()
     here.peers.not_coming(NewcomerGone(node=1))
@@ -176,8 +176,9 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
 @pytest.mark.parametrize("error", [CapacityError("no memory for RDMA"), LookupError("not registered"), OSError(9, "?")])
 def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, grace, error):
     here, link = side(), SimpleNamespace(index=1)
-    here.peers._peering = SimpleNamespace(peer_shutdowns=SimpleNamespace(said=set()), take=lambda index: {index: link},
-                                          describe=lambda: {"node 1": "rdma: why not"})
+    here.peers._peering = SimpleNamespace(
+        peer_shutdowns=SimpleNamespace(announced=set()), take=lambda index: {index: link},
+        describe=lambda: {"node 1": "rdma: why not"})
 
     def add_link(link, transport):
         raise error

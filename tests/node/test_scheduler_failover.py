@@ -68,7 +68,7 @@ class Ports:
 
     @property
     def peer_shutdowns(self):
-        return self._peer_shutdowns.said
+        return self._peer_shutdowns.announced
 
     @property
     def has_announced_shutdown(self):
@@ -269,7 +269,7 @@ def test_two_nodes_tell_each_other_over_their_data_ports(at_once, no_leaks):
             each.scheduler_failover.begin("127.0.0.1:7")
         nodes[1].leaves()
         deadline = time.monotonic() + LIMIT_S
-        while not ends[0].peering.peer_shutdowns.said:
+        while not ends[0].peering.peer_shutdowns.announced:
             assert not nodes[0].scheduler_failover.is_over() and not nodes[1].scheduler_failover.is_over()
             assert time.monotonic() < deadline
         assert not nodes[1].scheduler_failover.is_over(), "rank 0 trains on"
