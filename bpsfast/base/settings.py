@@ -152,7 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "end within that time", "us", ge=0, le=10_000)] = 50
     direct_sums: Annotated[Literal["auto", "off"], _about(
         "auto: the ranks of a job on one machine themselves carry out collectives of groups in shared memory; "
-        "off: their node does", agree=True)] = "auto"
+        "off: their node does", agree=True)] = "off"
     sums: Annotated[Literal["on", "off"], _about(
         "off: skip the sums, so results are wrong (for benchmarks only)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about(

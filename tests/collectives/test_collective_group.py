@@ -152,13 +152,21 @@ def test_groups_of_some_ranks_beside_a_helper(job, values):
     job(ranks=(2, 1), helpers=1, **values).run(subgroups)
 
 
-def test_groups_of_one_machine_whose_node_sums(job):
-    job(ranks=(3,), direct_sums="off").run(subgroups)
+def test_ranks_of_one_machine_sum_directly(job):
+    direct = job(ranks=(3,), direct_sums="auto")
+    direct.run(subgroups)
+    direct.run(sizes)
+    for dtype in (*INTEGERS, *FLOATS):
+        direct.run(reductions, dtype)
 
 
-def test_groups_of_one_machine_beside_a_helper(job):
+def test_direct_sums_beside_a_helper(job):
     """The memory of their channels is never the helper's."""
-    job(ranks=(3,), helpers=1, transport="tcp", placement="ps").run(subgroups)
+    job(ranks=(3,), helpers=1, transport="tcp", placement="ps", direct_sums="auto").run(subgroups)
+
+
+def test_other_direct_calls_are_refused_on_all_members(job):
+    job(ranks=(3,), direct_sums="auto").run(different)
 
 
 def different():
