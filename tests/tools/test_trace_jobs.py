@@ -21,7 +21,7 @@ _AHEAD_S = 40_000
 
 def checker(name: str = "trace_format") -> ModuleType:
     """Import a module beside this one: ranks, which load this file too, do not find it."""
-    return importlib.import_module(f"tests.{name}")
+    return importlib.import_module(f"tests.support.{name}")
 
 
 def pushes(n_steps):
