@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.jax import call_frame, primitive
-from tests.support.jax_ranks import jax, raised
+from tests.support.jax_ranks import jax, raised  # first: it skips this file where there is no JAX
 
+from bpsfast.jax import call_frame, primitive  # isort: skip
 from bpsfast.orchestration.errors import UnsupportedError  # isort: skip
 
 #: Structures of the header by ours.

@@ -45,7 +45,7 @@ def test_a_report_is_whole_and_without_secrets(tmp_path: Path) -> None:
         env={**os.environ, "BPSFAST_JOB_KEY": KEY, "WANDB_API_KEY": TOKEN, "USER": "zoe", "BPSFAST_NODE_HOST": "far01"},
         capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    assert "not in it: logs/core: it holds no text" in done.stdout and "tar -xzOf r.tar.gz | less" in done.stdout
+    assert "omitted: logs/core: it holds no text" in done.stdout and "tar -xzOf r.tar.gz | less" in done.stdout
     path = tmp_path / "r.tar.gz"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with tarfile.open(path) as archive:
