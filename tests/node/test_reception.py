@@ -79,7 +79,7 @@ def hello_of(source, key=KEY):
     """What node *source* says to node 0."""
     pid = os.getpid()
     return shm.PeerHello(version=VERSION, source=source, target=0, epoch=1, pid=pid,
-                         proof=security.prove(key, *shm._hello(source, 0, 1, pid)))
+                         proof=security.prove(key, *shm._proof_words("hello", source, 0, 1, pid)))
 
 
 def until(loop, condition):

@@ -67,7 +67,7 @@ def local(key: bytes) -> list[list[bytes]]:
     """Return the messages of ranks and other nodes on a node's local socket, with valid proofs."""
     pid = os.getpid()
     hello = shm.PeerHello(version=messages.VERSION, source=1, target=0, epoch=FIRST_EPOCH, pid=pid,
-                          proof=security.prove(key, *shm._hello(1, 0, FIRST_EPOCH, pid)))
+                          proof=security.prove(key, *shm._proof_words("hello", 1, 0, FIRST_EPOCH, pid)))
     attach = messages.Attach(version=messages.VERSION, package="", pid=pid, local_rank=0, local_size=2, rank=-1,
                              size=3, proof=attach_proof(key, pid, 0), settings={})
     frames = []
