@@ -230,7 +230,7 @@ cdef class Engine:
         Only while frozen (else ValueError).
         """
         _check_owner_change(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}",
-                   "elsewhere")
+                            "elsewhere")
 
     def detach(self, uint32_t source):
         """Close *source*, which is gone: ignore it, and send it nothing. Only while frozen (else ValueError)."""
