@@ -12,6 +12,7 @@ import pytest
 import bpsfast
 from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from bpsfast.launch.namespaces import netns
+from bpsfast.trainer import process
 from tests.support.rank_messages import SIZES, endpoint, pattern, receive, ring, send
 
 # -- sizes and order -----------------------------------------------------------------------------------------------
@@ -192,6 +193,7 @@ def fork_beside_messages():
     os.waitpid(child, 0)
     text = os.read(reader, 1 << 16).decode()
     os.close(reader)
+    process.current().barrier()  # the message ends `pending`, which the other rank's child must find under way
     send(np.zeros(1, np.uint8), other, 4).wait(10)
     pending.wait(10)
     return text.split("|")
