@@ -24,7 +24,7 @@ from .scenario import FOREIGNER, HELPER_LEASE_S, LEASE_S, LINK, LOST_WORKER, MAY
 
 #: The longest time from when a loss can be known (a death at once, silence after the lease) to the errors of all ranks.
 _DETECTED_S = 2.0
-#: Connections are reset after so many bytes one way: in the middle of payloads, and while they reconnect.
+#: A connection is reset once it has carried this many bytes in one direction: within payloads, and while it reconnects.
 _RESET_NBYTES = 30_000
 #: The timeout of a start for which a helper is missing; a job waits for helpers for half of it.
 _SHORT_START_S = 16.0

@@ -1,18 +1,19 @@
 """Helpers for objects that must be closed, and for waiting on one descriptor."""
 from __future__ import annotations
 
+import abc
 import select
 from typing import Protocol, TypeVar
 
 _C = TypeVar("_C", bound="Closing")
 
 
-class Closing:
+class Closing(abc.ABC):
     """A context manager that is closed at the end of its ``with`` block."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Release everything. Idempotent."""
-        raise NotImplementedError
 
     def __enter__(self: _C) -> _C:
         return self

@@ -6,6 +6,7 @@ should be linear, and its result's shape and dtype must depend only on those of 
 """
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -33,7 +34,7 @@ class NoneCompressor(Compressor):
     """Changes nothing."""
 
 
-class CastingCompressor(Compressor):
+class CastingCompressor(Compressor, abc.ABC):
     """Sends floating-point tensors that are wider than `narrow` in that dtype; other tensors stay as they are.
 
     The base of each framework's FP16Compressor and BF16Compressor, which say how that framework casts.
@@ -49,14 +50,14 @@ class CastingCompressor(Compressor):
         return tensor.dtype
 
     @staticmethod
+    @abc.abstractmethod
     def cast(tensor: Any, dtype: Any) -> Any:
         """Return *tensor* as *dtype*."""
-        raise NotImplementedError
 
     @classmethod
+    @abc.abstractmethod
     def wire_dtype(cls, dtype: Any) -> Any:
         """Return the dtype in which tensors of *dtype* travel."""
-        raise NotImplementedError
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:

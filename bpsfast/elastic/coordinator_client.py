@@ -154,8 +154,8 @@ class CoordinatorClient:
         if self._channel.is_connected:
             return StallError(f"worker {self.number}: bpsfast run, at {self._channel.address}, says nothing for "
                               f"{silent_s:.0f} s: is it stopped? Its last message was: {self._awaited}")
-        return StallError(f"worker {self.number}: nobody answers at {self._channel.address}, where bpsfast run should "
-                          f"listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key "
+        return StallError(f"worker {self.number}: no process answers at {self._channel.address}, where bpsfast run "
+                          f"should listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key "
                           "a different one?")
 
     def _why_void(self) -> str | None:

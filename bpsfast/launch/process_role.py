@@ -1,6 +1,7 @@
 """`ProcessRole`: which rank of which machine a process is. `Environment`: reads that from a launcher's variables."""
 from __future__ import annotations
 
+import abc
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
             num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex())
 
 
-class Environment:
+class Environment(abc.ABC):
     """Environment variables of one launcher. A launcher of a lower `level` runs inside one of a higher level."""
 
     name: str
@@ -71,9 +72,9 @@ class Environment:
         """Return the variables that the launcher must set and has not set."""
         return are_unset(self._needed, environ)
 
+    @abc.abstractmethod
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
         """Return the role that the variables describe, if none is missing."""
-        raise NotImplementedError
 
     def repeats(self, role: ProcessRole, environ: Environ) -> bool:
         """Tell whether an incomplete set only repeats *role*: scripts set RANK and others from Slurm's or MPI's."""

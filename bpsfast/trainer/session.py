@@ -83,7 +83,8 @@ class Session:
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
                                 self.inspector, self.tensors.start_committed, self._node_lost,
                                 functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
-                                                  node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us))
+                                                  node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us,
+                                                  is_crowded=settings.local_size > (os.cpu_count() or 1)))
         self.devices = Devices(self)
         self._lock = threading.RLock()
         self._extensions: dict[Callable[..., Any], _Extension] = {}

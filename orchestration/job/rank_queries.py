@@ -8,6 +8,7 @@ they came, which includes the time on the network. Clocks of machines are never 
 """
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -38,7 +39,7 @@ class _Inquiry:
     reports: dict[int, Any] = field(default_factory=dict)
 
 
-class _Inquiries(Generic[Key]):
+class _Inquiries(abc.ABC, Generic[Key]):
     """Open questions to all nodes, by key; `_conclude` makes the answers once all have reported, or the time is up."""
 
     def __init__(self, roster: Roster) -> None:
@@ -58,8 +59,9 @@ class _Inquiries(Generic[Key]):
         late = [key for key, inquiry in self._open.items() if now >= inquiry.deadline]
         return [answer for key in late for answer in self._conclude(self._open.pop(key))]
 
+    @abc.abstractmethod
     def _conclude(self, inquiry: _Inquiry) -> list[Any]:
-        raise NotImplementedError
+        """Return the answers to the question of *inquiry*."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_silence_from_the_start_names_the_address_and_the_key(coordinator, end):
     made = coordinator(1)
     member = end(made.address, 0, job_key=secrets.token_hex(32), start_timeout_s=0.4)
     begin = time.monotonic()
-    with pytest.raises(StallError, match=rf"worker 0: nobody answers at {made.address}, .* has it ended, or is"):
+    with pytest.raises(StallError, match=rf"worker 0: no process answers at {made.address}, .* has it ended, or is"):
         member.join()
     assert 0.4 <= time.monotonic() - begin < 5.0
 

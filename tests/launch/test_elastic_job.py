@@ -168,4 +168,4 @@ def test_a_coordinator_that_does_not_answer_is_named():
     done = subprocess.run([sys.executable, "-c", "import bpsfast; bpsfast.init()"], capture_output=True, text=True,
                           timeout=60, check=False, env=environ)
     assert done.returncode == 1
-    assert "StallError: worker 0: nobody answers at 127.0.0.1:1" in done.stderr
+    assert "StallError: worker 0: no process answers at 127.0.0.1:1" in done.stderr

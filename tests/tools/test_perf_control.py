@@ -114,7 +114,7 @@ def test_a_stranger_does_not_end_the_server():
 def test_nobody_there_names_what_was_tried():
     with listening() as (_, port):
         pass
-    with pytest.raises(StallError, match=f"nobody answers at 127.0.0.1:{port} within 0.2 s.*same -p"):
+    with pytest.raises(StallError, match=f"no process answers at 127.0.0.1:{port} within 0.2 s.*same -p"):
         lines.connect("127.0.0.1", port, KEY, 0.2, 1.0)
 
 

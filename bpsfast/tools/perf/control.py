@@ -343,7 +343,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
             raise ConfigError(f"host name {host!r} cannot be resolved: {why}") from exc
         except OSError as exc:
             if time.monotonic() + _RETRY_S >= deadline:
-                raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
+                raise StallError(f"no process answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
                                  "`bpsfast` listens there with the same -p and that the port is open") from exc
             time.sleep(_RETRY_S)
     hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
