@@ -1,4 +1,7 @@
-"""Authentication by the job's key: CURVE on the control plane, HMAC for attaching ranks and for data connections.
+"""How the processes of a job prove to each other that they have its key.
+
+Control messages go over ZeroMQ with CURVE; a rank that joins its node, and nodes that connect for data, prove it by
+HMAC.
 
 Only holders of the key are in the job; nobody else can send or receive a byte. The handshake of a data connection:
 

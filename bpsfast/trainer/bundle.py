@@ -1,4 +1,7 @@
-"""The tensors of one framework call, summed from memory to memory: pushes all of them, then waits for each."""
+"""Sums the tensors that TensorFlow, JAX or Keras pass in one call, given by host addresses of inputs and results.
+
+It pushes all of them to the node, then waits for each.
+"""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""RDMA verbs for the transport and the tools: two implementations, and the meaning of completions.
+"""RDMA verbs behind one interface, by our compiled wrapper or by pyverbs; names the errors of work completions.
 
 Both have the names, signatures and errors of `bpsfast.pyx.verbs`: "native", which is that module and works without the
 GIL, and "pyverbs", rdma-core's Python binding (`pyverbs_provider`). The setting ``verbs`` chooses one.

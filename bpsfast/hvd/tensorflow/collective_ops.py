@@ -1,4 +1,8 @@
-"""Horovod's operations on TensorFlow's tensors: by `bpsfast.tensorflow` if it has them, else by `bpsfast.hvd.torch`."""
+"""`horovod.tensorflow`'s allreduce, allgather, broadcast and others, for TensorFlow tensors.
+
+`bpsfast.tensorflow` carries out those that it has; for the others tensors are viewed by torch, and go through
+`bpsfast.hvd.torch`.
+"""
 from __future__ import annotations
 
 import hashlib

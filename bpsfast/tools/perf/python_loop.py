@@ -1,4 +1,4 @@
-"""The loops of `bpsfast.pyx.perf.VerbsLoop` in Python, over any implementation of verbs.
+"""The send and receive loops of `bpsfast perf` in Python, for pyverbs; ours has a compiled one (`pyx.perf.VerbsLoop`).
 
 Every post and every poll goes through the interpreter, which dominates small messages and latencies.
 """

@@ -1,4 +1,4 @@
-"""One end of a ``perf`` measurement over RDMA: device, memory, queue pairs, and the loop over them.
+"""One end of a ``bpsfast perf`` measurement over RDMA: opens device, memory and queue pairs, and runs the loop.
 
 Each queue pair has a source buffer (of writes and sends, or for data that was read) and a landing buffer for the peer's
 data; all messages of a size use the same ones. The loop is native for our verbs (`bpsfast.pyx.perf.VerbsLoop`), and

@@ -1,4 +1,4 @@
-"""The nodes of a job: finds them by their metrics ports, scrapes them concurrently, and notices lost ones."""
+"""For `bpsfast top`: finds the node processes of a job by their metrics ports, and reads all of them at once."""
 from __future__ import annotations
 
 import time
