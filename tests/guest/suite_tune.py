@@ -184,5 +184,5 @@ def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
 
 
 def test_a_field_without_a_listener_is_told():
-    with pytest.raises(BpsError, match="nobody answers"):
+    with pytest.raises(BpsError, match="no process answers"):
         TuneTestbed([("127.0.0.1", 1)], KEY, OWN, 0.5, 5.0).ask("facts")

@@ -43,7 +43,7 @@ class Orphans(World):
 
     @property
     def infos(self):
-        return getattr(self.table.job, "job", self.table.job).roster.nodes
+        return self.job.roster.nodes
 
     def tell(self, index, message):
         self.control_log(index).said(message)

@@ -35,6 +35,11 @@ class World(RuleBasedStateMachine):
 
     declared = 2  # nothing to be declared before the start
 
+    @property
+    def job(self):
+        """The job; the table has it, or the scheduler's state, which has it."""
+        return getattr(self.table.job, "job", self.table.job)
+
     @initialize(shape=st.sampled_from(APART + TOGETHER), policy=st.sampled_from(["optimal", "ps"]),
                 first_round=st.sampled_from([0, ROUNDS - 3]))
     def start(self, shape, policy, first_round):
@@ -240,9 +245,10 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def the_job_goes_on(self):
-        if hasattr(self, "table") and self.table.job.aborted is not None:
-            assert len(set(self.hosts)) < len(self.hosts), self.table.job.aborted
-            assert any(words in self.table.job.aborted.reason for words in IN_VAIN), self.table.job.aborted
+        aborted = self.job.aborted if hasattr(self, "table") else None
+        if aborted is not None:
+            assert len(set(self.hosts)) < len(self.hosts), aborted
+            assert any(words in aborted.reason for words in IN_VAIN), aborted
 
     def teardown(self):
         if not hasattr(self, "limit"):
