@@ -1,4 +1,4 @@
-"""Old module paths of bpsfast, importable with a `DeprecationWarning`: those that pages or examples have shown."""
+"""Old module paths of bpsfast that pages or examples have shown, still importable with a `DeprecationWarning`."""
 from __future__ import annotations
 
 import importlib

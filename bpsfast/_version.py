@@ -1,2 +1,2 @@
-"""The version of the package; everything below the top imports it from here."""
+"""The version of bpsfast, for its commands, daemons and reports; `bpsfast.__version__` is the same."""
 __version__ = "0.1.0"

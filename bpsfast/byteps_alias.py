@@ -1,4 +1,4 @@
-"""`import byteps.torch` as a name of `bpsfast.torch`, for programs that are to run unchanged; also for TensorFlow.
+"""Makes `import byteps.torch` import `bpsfast.torch`, so that BytePS programs run unchanged; TensorFlow and Keras, too.
 
     python -m bpsfast.byteps_alias train.py --epochs 3     # as python train.py --epochs 3
     import bpsfast.byteps_alias                            # or: this line before the first import of byteps

@@ -1,1 +1,1 @@
-"""What every other package may use: settings, value formats, dtypes, logs, framing, small services."""
+"""Modules that every other package may use: settings, value formats, dtypes, logs, message framing, small services."""

@@ -1,4 +1,4 @@
-"""The table of the dtypes that bpsfast sums, each with its name and its accumulator.
+"""The table of the dtypes that bpsfast sums, each with its name and the dtype in which it is accumulated.
 
 A *wire dtype* is what lies in a segment and on a wire; its *accumulator* is what additions are made in: float32 for
 float16, bfloat16 and float32, float64 for itself, integers in their own width w modulo 2^w. Importing this module

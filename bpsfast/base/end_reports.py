@@ -1,4 +1,4 @@
-"""Lets ranks and nodes report the stages of their end, so that the launcher finds the process that failed first.
+"""Ranks and node processes report when they join and leave a job, so that the launcher finds the one that failed first.
 
 Their output is not enough: an exception may be caught, chained or printed nowhere, and a rank that failed first may
 take longest to end. So the launcher (`launch.processes.LocalProcesses`) has a memory file, which each process finds by

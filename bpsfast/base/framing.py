@@ -1,4 +1,4 @@
-"""Length-prefixed messages on byte streams: the one framing of local sockets, pipes and tcp connections of tools.
+"""Length-prefixed MessagePack messages on byte streams: local sockets, ssh pipes, TCP of `bpsfast doctor` and `perf`.
 
 A frame is a little-endian 32-bit word, then a MessagePack message. The word is the message's length; a protocol may use
 its highest bits as a tag.

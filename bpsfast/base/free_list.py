@@ -1,4 +1,4 @@
-"""First-fit free list: allocates bytes of a segment, and joins neighbouring free runs. No I/O."""
+"""First-fit free list: allocates ranges of bytes in shared memory, and joins neighbouring free ranges. No I/O."""
 from __future__ import annotations
 
 from bisect import bisect_left

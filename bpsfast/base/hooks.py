@@ -1,4 +1,4 @@
-"""Functions of higher packages that lower ones call.
+"""Hooks by which lower packages, such as `trainer`, call functions of higher ones without importing them.
 
 `bpsfast/__init__` sets them before any other module is used; each imports what it needs when it is called.
 """

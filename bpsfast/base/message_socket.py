@@ -1,4 +1,4 @@
-"""Unix stream sockets between processes of one machine that carry messages, and file descriptors with them.
+"""Unix stream sockets by which ranks and node processes of one machine exchange messages and file descriptors.
 
 Frames are those of `framing`, with a tag of 4 bits: how many descriptors belong to the message. Descriptors travel by
 SCM_RIGHTS with the first byte of their frame, so they have arrived when the word has; the count keeps them with their

@@ -1,4 +1,4 @@
-"""The output of commands: shared options, tables as text, JSON, CSV.
+"""The output of `bpsfast` commands: the options that they share, and tables as text, JSON or CSV.
 
 Tables are plain text that needs no package and suits a log. Colors appear only on a terminal (click strips them
 elsewhere; ``NO_COLOR`` and ``--no-color`` turn them off).

@@ -1,4 +1,4 @@
-"""Identify this machine, its network and PID namespaces, and processes, for comparison between processes.
+"""Identifiers of this machine, of its network and PID namespaces and of processes, which other processes can compare.
 
 The *mark* of a process is in the names of its folders and network namespaces and in its children's environment. It is
 ``<pid>.<start time>.<namespace>``: the start time (clock ticks since boot) tells the process from a later one with the

@@ -1,4 +1,4 @@
-"""Sums in NumPy with the association that every job has: the oracle of every sum test.
+"""Reference sums in NumPy, added in the same order as in every job: tests compare all other sums with them.
 
 A node's partial is its ranks' inputs in local-rank order, added in the accumulator from the first term on and rounded
 once to the wire dtype; the result is the partials in node order, the same way, then the average, rounded once. Integers

@@ -1,4 +1,4 @@
-"""Helpers for objects that must be closed, and for waiting on one descriptor."""
+"""A base class for objects that must be closed, and a function that waits for events of one file descriptor."""
 from __future__ import annotations
 
 import abc

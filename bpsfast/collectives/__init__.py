@@ -1,4 +1,6 @@
-"""Collectives and messages between ranks, over `trainer`. `bpsfast.torch.backend` and `bpsfast.hvd` are made of them.
+"""Collectives and point-to-point messages of ranks, for `bpsfast.torch.backend` (torch.distributed) and `bpsfast.hvd`.
+
+They use the session and the units of `trainer`.
 
     group             a group of ranks and its collectives
     chunk_stream      how collectives of any size go through a few partitions of fixed size

@@ -1,4 +1,4 @@
-"""Chunk streams: units of few partitions through which collectives of any size pass, chunk by chunk.
+"""Chunk streams: carry collectives of any size, chunk by chunk, through a few partitions that node processes sum.
 
 A gradient has a unit of its own, declared once and summed in every step. The arguments of collectives change with every
 call, so a stream is declared instead, and the bytes of a call are split into chunks that use its partitions in turn:

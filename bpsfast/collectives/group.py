@@ -1,4 +1,4 @@
-"""A group of ranks and its collectives.
+"""A group of ranks and its collectives: all-reduce, broadcast, all-gather, all-to-all and others.
 
 Most collectives are a list of loads: bytes from one, some or all members to one, some or all of them, combined by the
 summation services like gradients. Collectives in which each byte has one sender and one receiver are made of messages.

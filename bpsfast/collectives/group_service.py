@@ -1,4 +1,4 @@
-"""One rank's thread of a group whose first rank decides the order in which all ranks execute operations.
+"""The base class of services that execute operations on all ranks of a group in the order that its first rank decides.
 
 `turn_service.TurnService` and `hvd.service.NegotiationService` are such services: they add what is decided and the
 stall clock. This module has the connection to the first rank, the thread, and what happens at its end.

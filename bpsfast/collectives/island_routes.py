@@ -1,8 +1,9 @@
-"""Islands of a machine: which GPUs sum a partition before the node does, and which of them copies it to the host.
+"""Decides which GPUs of a machine sum a partition before the node process does, and which GPU copies it to the host.
 
-The first rank of a machine decides for all of its ranks, from the machine's strategy (`hardware.topology.strategy`). A
-strategy speaks of fractions of all partitions, but a partition takes one route. The partition's number alone tells
-which, so all ranks of the machine agree: multiples of the golden ratio modulo 1 fill fractions evenly.
+A set of GPUs that sum among themselves is an island. The first rank of a machine decides for all of its ranks, from the
+machine's strategy (`hardware.topology.strategy`). A strategy speaks of fractions of all partitions, but a partition
+takes one route. The partition's number alone tells which, so all ranks of the machine agree: multiples of the golden
+ratio modulo 1 fill fractions evenly.
 """
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Sums on the GPUs of a machine before the node sums them (OSDI'20 §4.2: reduce-scatter below a PCIe switch, reduce to
-roots over NVLink). An island is a set of ranks whose GPUs sum among themselves.
+"""Sums gradients among the GPUs of a machine, before the machine's node process sums them on the CPU.
+
+This is OSDI'20 §4.2: reduce-scatter below a PCIe switch, reduce to roots over NVLink. An island is a set of ranks whose
+GPUs sum among themselves.
 
     ready here and on all members   the island's turn: the input is reduced to the root of each partition
     at the root                     the partition is copied to the host and announced; others announce it as empty

@@ -1,4 +1,4 @@
-"""Runs the calls of a group one after another, in the order in which the program asked for them."""
+"""Runs the collective calls of a group of ranks one after another, in the order in which the program made them."""
 from __future__ import annotations
 
 import os

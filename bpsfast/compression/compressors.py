@@ -1,4 +1,4 @@
-"""Compressors: functions of the ranks that compress a tensor before it is summed, for every framework.
+"""Compressors: functions that ranks call to compress a tensor before it is summed, for every framework.
 
 A compressor is a class or an object with two functions, as in BytePS. The compressed tensors are summed, so `compress`
 should be linear, and its result's shape and dtype must depend only on those of the tensor. Nodes use codecs instead

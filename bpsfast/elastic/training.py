@@ -1,4 +1,4 @@
-"""`run`, which calls a training function in one job after another, and the states that it commits and restores.
+"""`elastic.run` calls a training function again in a new job when workers are lost or join; it restores a `State`.
 
     how a call of train(state) ends         what follows
     it returns on all ranks                 the end

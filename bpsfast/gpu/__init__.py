@@ -1,4 +1,4 @@
-"""Devices: copies between a GPU and host memory, and sums among the GPUs of a machine. Nothing here knows a session.
+"""GPU devices: copies between a GPU and host memory, and sums among the GPUs of a machine; independent of any session.
 
     device               what a device can do: streams, events, pinned and shared memory
     host, cuda           the machine itself as a device; CUDA (ROCm) through CuPy

@@ -1,4 +1,4 @@
-"""Arrays on devices: on which device and stream one lies, and new ones.
+"""Finds the GPU and stream of an array of PyTorch, CuPy or another library, and allocates arrays on GPUs.
 
     torch tensors                             torch's current stream of their device
     CuPy arrays                               CuPy's current stream

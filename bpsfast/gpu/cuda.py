@@ -1,4 +1,4 @@
-"""CUDA devices (and ROCm's, where CuPy is built for it), through CuPy's calls of the CUDA runtime. See `device`.
+"""The device interface (`device`) for CUDA GPUs, and ROCm's where CuPy is built for it, by CuPy's calls of the runtime.
 
 CuPy and the user's framework share each device's primary context, so both can use the same addresses and streams.
 

@@ -1,4 +1,4 @@
-"""The host device: the machine itself as a device, with threads as streams (setting host_device).
+"""The host device: the CPU in the place of a GPU, with threads as streams, for tests (setting host_device).
 
 It runs and tests all code for GPUs without a GPU, except for the calls of CUDA. A thread runs the work of a stream in
 order; a failure fails all later work, as on a GPU. Copies from or to host memory that is not pinned raise an error; on

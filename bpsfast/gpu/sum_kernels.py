@@ -1,4 +1,4 @@
-"""CUDA kernels that sum the inputs of an island, one for each dtype; bit for bit the sums of the engine.
+"""CUDA kernels, one for each dtype, that sum the inputs of ranks on one GPU, bit for bit as the node process does.
 
 The source uses nothing of CUDA but the names of threads and blocks, so tests compile it for the host. Terms are added
 from the first member on; 16-bit floats in f32, rounded once to nearest even. NaN is the quiet one.

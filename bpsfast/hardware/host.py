@@ -1,8 +1,8 @@
-"""Facts about this machine, or about a recorded one, from its files and its kernel.
+"""Hardware facts of this machine, or of a recorded one: its RDMA devices, network interfaces and NUMA nodes.
 
-A recorded machine is a copy of its ``/sys`` and ``/proc``, and the kernel's answers in ``answers.json`` beside them, of
-which every field of `KernelAnswers` may be missing: unknown or empty. A user's machine can so be examined elsewhere
-(``--root DIR``), and tests have machines that are not at hand.
+They come from sysfs, procfs and the kernel. A recorded machine is a copy of its ``/sys`` and ``/proc``, and the
+kernel's answers in ``answers.json`` beside them, of which every field of `KernelAnswers` may be missing: unknown or
+empty. A user's machine can so be examined elsewhere (``--root DIR``), and tests have machines that are not at hand.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads small files (``/sys``, ``/proc``, ``/dev``, ``/etc``) below the machine's root or that of a recorded tree.
+"""Reads small files (``/sys``, ``/proc``, ``/dev``, ``/etc``) of this machine, or a recorded machine's copies of them.
 
 All facts from files are read through `Tree`, so the same code examines this machine and the recorded ones of
 ``tests/sysfs_trees``. A file that is missing or cannot be read gives None: an empty row of a GID table gives EINVAL,

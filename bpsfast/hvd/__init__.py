@@ -1,4 +1,4 @@
-"""Horovod's API for PyTorch, here and in `torch`; for TensorFlow in `tensorflow`, for Keras in `keras`.
+"""Horovod's API over bpsfast: for PyTorch here and in `torch`, for TensorFlow in `tensorflow`, for Keras in `keras`.
 
     import bpsfast.hvd as hvd                                   # instead of: import horovod.torch as hvd
     import bpsfast.hvd.tensorflow as hvd                        # instead of: import horovod.tensorflow as hvd

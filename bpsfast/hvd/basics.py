@@ -1,4 +1,4 @@
-"""Joining and leaving the job; this process's rank, the numbers of ranks, and the timeline."""
+"""Horovod's `init`, `shutdown`, `rank`, `size` and the like, and the start and stop of its timeline."""
 from __future__ import annotations
 
 from typing import Any

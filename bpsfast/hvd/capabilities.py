@@ -1,4 +1,4 @@
-"""What programs ask Horovod about how it was built (`mpi_built` and the like), for the APIs of all frameworks."""
+"""Horovod's functions that tell how it was built (`mpi_built` and the like), for the APIs of all frameworks."""
 from __future__ import annotations
 
 from ..orchestration.errors import ConfigError

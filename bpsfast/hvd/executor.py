@@ -1,4 +1,4 @@
-"""Executes the operations that all ranks of a process set have submitted, as collectives on torch tensors.
+"""Executes the Horovod operations that all ranks of a process set have submitted, as collectives on torch tensors.
 
 All ranks of the set execute the coordinator's responses in one order, so their collectives match. Small tensors of one
 response are packed into one buffer. Operations that do not compute send tensors as bytes, whatever their dtype.

@@ -1,4 +1,4 @@
-"""Submits operations on tensors or NumPy arrays, and returns handles by which the caller polls and waits."""
+"""Submits Horovod's operations on tensors or NumPy arrays, and returns handles by which the caller polls and waits."""
 from __future__ import annotations
 
 import reprlib

@@ -1,4 +1,4 @@
-"""Broadcasts of objects, parameters and optimizer states, and allgather of objects."""
+"""Horovod's broadcasts of objects, parameters and optimizer states, and its allgather of objects, for PyTorch."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The reductions, by Horovod's names and numbers."""
+"""Horovod's reductions (Average, Sum, Min, Max, Product), with its names and numbers for them."""
 from __future__ import annotations
 
 import enum

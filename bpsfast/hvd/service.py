@@ -1,4 +1,4 @@
-"""Negotiates and executes the operations of one process set on this rank, in one thread.
+"""Negotiates with other ranks, and executes, the Horovod operations of one process set, in one thread of this rank.
 
 Any thread submits operations under names. The first rank of the set coordinates (`orchestration.priority.negotiation`).
 The service handles order, deadlines and errors; the executor does the work of an operation.

@@ -1,4 +1,4 @@
-"""Selects the module that sums tensors of Keras's backend; joins and leaves the job through it."""
+"""Selects the module that sums tensors of Keras's backend (TensorFlow, PyTorch, JAX); joins and leaves jobs by it."""
 from __future__ import annotations
 
 import hashlib

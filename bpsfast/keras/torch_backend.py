@@ -1,4 +1,4 @@
-"""Sums Keras's tensors on PyTorch, as gradients of a model in shared memory (`trainer.gradients`)."""
+"""Sums Keras's tensors on PyTorch, by copies to and from shared memory of the node process (`trainer.gradients`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

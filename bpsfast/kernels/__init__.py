@@ -1,4 +1,4 @@
-"""Compiles the kernels that sum partitions, on first use: addresses for the engine, and two checked calls for Python.
+"""Compiles the CPU kernels that sum partitions, on first use; native code gets their addresses, Python two functions.
 
 The C signature of every kernel::
 

@@ -1,4 +1,4 @@
-"""Compiles, on first use, the kernels by which a push changes the weights that an owner keeps.
+"""Compiles, on first use, the kernels by which a node process updates the weights that it stores, at each push.
 
 The C signature of every kernel (`pyx/store.h`)::
 

@@ -1,4 +1,4 @@
-"""Start, watch and end the two daemons of a job, the scheduler and the node.
+"""Start, watch and end the daemons of a job: the scheduler, and the node process of this machine.
 
 No daemon outlives its starter:
 

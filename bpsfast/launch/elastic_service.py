@@ -1,4 +1,4 @@
-"""The service of an elastic job, a thread of the launcher: answers workers, as its coordinator decides.
+"""The service of an elastic job: a thread of the launcher that answers workers, as the job's coordinator decides.
 
 The launcher's main thread owns the processes, so the service *orders* what concerns them: start a worker, kill a
 worker, end the job. The main thread polls `ElasticService.fileno`, carries out `orders`, and reports how its processes

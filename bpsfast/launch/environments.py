@@ -1,4 +1,4 @@
-"""Read a process's role from its launcher's variables, a class each: bpsfast, torchrun, BytePS, MPI, Kubernetes.
+"""Read a rank's role from its launcher's variables, with a class for each: bpsfast, torchrun, BytePS, MPI, Kubernetes.
 
 Slurm, whose lists of nodes need a parser, is in `slurm`. `roles` decides between those that are present.
 """

@@ -1,4 +1,4 @@
-"""End all that runs below a launcher when the launcher dies, in whatever way.
+"""End all processes below a launcher when the launcher dies, in whatever way.
 
 The kernel kills the commands that a launcher has started (`die_with_parent`), but not what these have started: below a
 shell or another wrapper the ranks would go on. `processes.LocalProcesses` starts one reaper, sends it each session, and

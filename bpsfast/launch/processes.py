@@ -1,4 +1,4 @@
-"""Start and watch a job's processes: commands, hosts of processes (`ProcessHost`), this machine (`LocalProcesses`)."""
+"""Start and watch a job's processes: the interface for any host (`ProcessHost`), and this host (`LocalProcesses`)."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The launcher's side of a job on other hosts: an ssh to each, an agent behind it, and its processes.
+"""The launcher's side of a job on other hosts: starts an agent on each host over ssh, and by it the job's processes.
 
 All hosts are connected and checked (`RemoteHosts`) before a process is started on any of them (`RemoteHost`).
 """

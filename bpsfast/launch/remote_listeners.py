@@ -1,4 +1,4 @@
-"""Start the other side of a measurement over ssh, for ``bpsfast ping -H`` and ``bpsfast perf -H``."""
+"""Start the listening side of a measurement on other hosts, over ssh: for ``bpsfast ping -H`` and ``perf -H``."""
 from __future__ import annotations
 
 import re

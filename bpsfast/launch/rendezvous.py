@@ -1,4 +1,4 @@
-"""Form a job through a key-value store, of ranks that know only their number and the store.
+"""Form a job of ranks that have only their number and a key-value store, such as ranks of a torch process group.
 
 A process group of torch gives its backend a store, a rank and a size; the environment may be empty. So
 

@@ -1,4 +1,4 @@
-"""Read this rank's place in the job from Slurm's environment variables, with their short lists of nodes and tasks.
+"""Read this rank's place in the job from Slurm's environment variables, and expand their lists of nodes and tasks.
 
 ``srun`` starts the ranks; each gets its number, its node's, and the step's list of nodes. Only tasks of a step are
 ranks. A batch script has SLURM_PROCID=0 too, and the SLURM_NTASKS that its steps will get, but is no task: it has no

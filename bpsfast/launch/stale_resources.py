@@ -1,4 +1,6 @@
-"""Find and remove what dead jobs have left on this machine, by the marks of its owners (`base.process_identity`).
+"""Find and remove processes, network namespaces and folders that dead jobs have left on this machine (`bpsfast clean`).
+
+The marks of their owners (`base.process_identity`) tell that these are dead:
 
     processes    started by a rank or another process of a job whose launcher and orphan reaper were both killed; what
                  has left its session (a daemon of the user's) is left alone, as at the end of a job

@@ -1,10 +1,11 @@
-"""Connections between endpoints: addresses in the key-value store, one connection for each pair, made at first use.
+"""Connects two ranks for messages, at first use; the addresses are in the job's key-value store.
 
-Every endpoint listens on a local socket, and on a port if the job has several nodes. The rank that needs the other
-dials. Both prove that they hold the job's key (`orchestration.security`) and name themselves before anything else is
-read. With the setting encryption all that follows is encrypted. The acceptor then sends one byte: JOINED, and frames
-follow; CROSSED: both have dialled, and the connection of the lower rank is used; or REFUSED. A lower rank sends CROSSED
-only when its own connection is open: where a firewall blocks that direction, the other connection is used.
+Each pair of ranks has one connection. Every endpoint listens on a local socket, and on a port if the job has several
+nodes. The rank that needs the other dials. Both prove that they hold the job's key (`orchestration.security`) and name
+themselves before anything else is read. With the setting encryption all that follows is encrypted. The acceptor then
+sends one byte: JOINED, and frames follow; CROSSED: both have dialled, and the connection of the lower rank is used; or
+REFUSED. A lower rank sends CROSSED only when its own connection is open: where a firewall blocks that direction, the
+other connection is used.
 """
 from __future__ import annotations
 

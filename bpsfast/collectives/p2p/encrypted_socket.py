@@ -1,4 +1,6 @@
-"""A stream socket between two ranks that encrypts everything (setting encryption). A `FrameSocket` uses it as a socket.
+"""A stream socket between two ranks that encrypts everything that it sends (setting encryption), for their messages.
+
+A `FrameSocket` uses it as a socket.
 
     record   length of the plaintext 4, little endian | ciphertext | tag 16
 

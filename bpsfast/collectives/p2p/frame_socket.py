@@ -1,4 +1,4 @@
-"""A connection between two endpoints: frames in order, both ways, on a non-blocking stream socket."""
+"""The connection by which two ranks exchange messages: frames in order, both ways, on a non-blocking stream socket."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Gather, scatter and all-to-all of a group, made of messages. Sizes may differ and may be zero.
+"""Gather, scatter and all-to-all among ranks, made of point-to-point messages, whose sizes may differ and may be zero.
 
 In step k a rank sends to the k-th rank after it and receives from the k-th before it, so that the load is even
 (pairwise exchange: Thakur et al., IJHPCA 2005, section 3.4); a few steps are under way at a time.

@@ -1,4 +1,4 @@
-"""The protocol between this rank and one other.
+"""This rank's end of the message protocol with one other rank: eager sends within a credit, rendezvous for the rest.
 
 A small message is sent at once while the receiver's credit lasts. Any other is announced; once a receive matches it,
 the receiver reads the payload from the sender's memory (`cross_memory`), or asks the sender to send it.

@@ -1,4 +1,4 @@
-"""The progress engine: drives the connections in the thread that waits for a message, else in a thread of its own.
+"""Drives the message connections of a rank, in the thread that waits for a message, else in a thread of its own.
 
 A Python thread that is woken beside a busy one waits up to 5 ms for the interpreter, and a thread switch costs more
 than a small message. So a waiting thread polls the connections itself; the engine's thread takes over when no thread

@@ -1,4 +1,4 @@
-"""The frames that two endpoints exchange, and their flow control.
+"""The protocol of messages between two ranks: the formats of its frames, and its flow control.
 
 A frame has a header of 40 bytes; some have a payload.
 

@@ -1,4 +1,4 @@
-"""The receiving side: matches messages with receives by MPI's rules and brings payloads into the receives' memory."""
+"""Matches messages of other ranks with receive calls by MPI's rules, and brings payloads into these calls' memory."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A message under way, as its sender or its receiver sees it."""
+"""The state of one send or receive between two ranks, which its caller can wait for or cancel."""
 from __future__ import annotations
 
 import ctypes

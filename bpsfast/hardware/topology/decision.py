@@ -1,4 +1,4 @@
-"""Decides how a machine sums its gradients: as settings force, else the best way, else the paper's; and reports it."""
+"""Decides how a machine sums its GPUs' gradients: as settings force, else the best way, else OSDI'20's; reports it."""
 from __future__ import annotations
 
 import logging

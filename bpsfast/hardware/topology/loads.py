@@ -1,7 +1,8 @@
-"""Computes the load of a step on each link, card and memory of a machine, for a linear program and as values.
+"""Computes the load that a training step's gradients put on each link, network card and memory of a machine.
 
-Sizes are relative to the gradient's; times are seconds for each byte of it. Results take the same paths as the
-gradients, reversed. Links are full duplex, so a link carries in each direction the sum of the copies over it.
+Loads are terms of a linear program (`LinkLoads`), or values (`Loads`). Sizes are relative to the gradient's; times are
+seconds for each byte of it. Results take the same paths as the gradients, reversed. Links are full duplex, so a link
+carries in each direction the sum of the copies over it.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks NVIDIA's library (NVML) about this machine's GPUs and their NVLinks; no other module uses it.
+"""Asks NVIDIA's library (NVML) about this machine's GPUs and their NVLinks; no other module calls NVML.
 
 NVML's answers become an `NvmlAnswer`, which a recorded machine has as data (``nvml`` in its answers.json). `nvlinks`
 makes links of either.

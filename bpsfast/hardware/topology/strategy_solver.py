@@ -1,4 +1,4 @@
-"""Finds how a machine should sum its GPUs' gradients: the best strategy, the paper's, a simple one; a lower bound.
+"""Finds strategies by which a machine sums its GPUs' gradients: the best one, OSDI'20's, a simple one; a lower bound.
 
 In each share of a strategy the GPUs of an island first sum among themselves, each root its part; roots copy their parts
 to a socket's memory; CPUs sum what the islands left there; one socket's sum is sent. Results go back the same way. With

@@ -1,4 +1,4 @@
-"""Callbacks with the names and arguments of `horovod.keras.callbacks`: those of `bpsfast.keras`, *initial_lr* first."""
+"""Horovod's Keras callbacks: those of `bpsfast.keras` with the names and arguments of `horovod.keras.callbacks`."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Joining and leaving the job, process sets and barriers, for TensorFlow."""
+"""Horovod's `init`, `shutdown`, process sets and `barrier`, for TensorFlow."""
 from __future__ import annotations
 
 import sys

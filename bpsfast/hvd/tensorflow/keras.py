@@ -1,4 +1,4 @@
-"""Horovod's other name for `bpsfast.hvd.keras`: this module, and its callbacks, are that one."""
+"""`horovod.tensorflow.keras` is another name of `horovod.keras`: importing this module gives `bpsfast.hvd.keras`."""
 from __future__ import annotations
 
 import sys

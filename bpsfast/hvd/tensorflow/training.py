@@ -1,4 +1,4 @@
-"""DistributedGradientTape and DistributedOptimizer with all of Horovod's arguments."""
+"""DistributedGradientTape and DistributedOptimizer for TensorFlow, with all of Horovod's arguments."""
 from __future__ import annotations
 
 from collections.abc import Sequence

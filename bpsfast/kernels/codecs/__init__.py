@@ -1,4 +1,4 @@
-"""Kernels that compress partitions, as numba cfuncs of LLVM IR; the nodes call them.
+"""Kernels that compress and decompress partitions, as numba cfuncs of LLVM IR; the node processes call them.
 
     codec_kernels     their C signatures and addresses; imports no numba
     compilation       compiles them

@@ -1,4 +1,4 @@
-"""The formats and the arithmetic of all codecs in NumPy: their description, and the oracle of the tests.
+"""Describes the formats and the arithmetic of all compression codecs, and has them in NumPy as the reference of tests.
 
 It shares no code with the kernels. `bpsfast.base.reference_sum` is the oracle of sums.
 

@@ -1,4 +1,4 @@
-"""Kernels around a codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
+"""Kernels that run before and after a codec: momentum, error feedback, the average, rounding to the tensor's dtype."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Measure the rates between two machines, both directions at once, with plain sockets.
+"""Measure the bandwidth between two machines, both directions at once, with plain TCP sockets.
 
 The result is the bandwidth B of the communication model, against which bpsfast is measured in the same run. This file
 is also the program that runs on the two machines; started by path, it imports the standard library only.

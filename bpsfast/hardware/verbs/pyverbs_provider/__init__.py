@@ -1,7 +1,7 @@
-"""RDMA verbs over pyverbs, rdma-core's Python binding, with the names, signatures and errors of `bpsfast.pyx.verbs`.
+"""RDMA verbs over pyverbs, rdma-core's Python binding; interchangeable with our compiled wrapper `bpsfast.pyx.verbs`.
 
-A second implementation of the same contract, for comparison and for finding faults. pyverbs holds the GIL in each call
-and every completion passes through Python, so jobs use the native provider. Both pass the same tests
+It has the same names, signatures and errors, and serves for comparison and for finding faults. pyverbs holds the GIL in
+each call and every completion passes through Python, so jobs use the native provider. Both pass the same tests
 (tests/guest/suite_verbs.py).
 
 `verbs_object` loads pyverbs, is the base of all objects, and finds the pointers that pyverbs hides.

@@ -1,4 +1,4 @@
-"""RDMA completion queues over pyverbs, as in `bpsfast.pyx.verbs`; and the record of posted work (`pyx/work.h`)."""
+"""RDMA completion queues over pyverbs, and the record of posted work; methods are those of `bpsfast.pyx.verbs`."""
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""The base class of all RDMA objects over pyverbs; loading pyverbs; and finding the pointers that pyverbs hides.
+"""Loads pyverbs and finds the C pointers that its objects hide; has the base class of our RDMA objects over pyverbs.
 
 Native code needs the addresses of the C structs behind pyverbs's objects, and waits with a deadline need descriptors in
 them. An object of pyverbs holds its pointer among its other fields, so each word of the object is tried: it is the one
