@@ -1,4 +1,4 @@
-"""Options that several benchmarks have."""
+"""Command-line options that several benchmarks of ``bpsfast bench`` share."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The speed of the codecs on one thread, relative to memcpy of the tensor's bytes.
+"""``bpsfast bench codecs``: the speed of gradient codecs on one thread, relative to memcpy of the tensor's bytes.
 
 A tensor is a partition of 4 MB of normally distributed numbers. Its operands come from DRAM: calls use the tensors of a
 pool that is several times as large as the last-level cache. Contestants (memcpy, encode with and without error

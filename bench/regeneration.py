@@ -1,4 +1,4 @@
-"""``make results``: measures every figure and plot of README, DESIGN and this folder's README again.
+"""``make results``: measures every figure and plot of README, DESIGN and bench/README again.
 
 Each piece is a command that can also be run alone; all write into ``bench/results``. ``make results ARGS=--list`` shows
 files, times and requirements. Pieces run one after another, because they share two cores. A piece that cannot run here

@@ -1,4 +1,4 @@
-"""The errors that bpsfast raises on purpose, by the one who has to act, and those that decoding may raise."""
+"""The errors that bpsfast raises on purpose, each class with its remedy, and the errors that decoding may raise."""
 from __future__ import annotations
 
 import msgspec

@@ -1,4 +1,4 @@
-"""Limits connections that have not proved the job's key; a listener that runs their handshakes.
+"""Limits connections that have not proved the job's key, and runs the handshakes of a listening socket.
 
 All listening sockets have one policy (`HandshakeLimiter`): few connections in a handshake at a time, each with a
 deadline; when one more comes, the oldest of the source with the most is cut off. So a flood from one host cuts off its

@@ -1,4 +1,4 @@
-"""How owners keep weights, to which pushes are applied and of which replies are copies: the settings, checked. Pure.
+"""How owner nodes keep weights, which pushes change and replies return: the settings, checked. Pure.
 
 "add" is asynchronous training as in the BytePS paper (OSDI'20, section 4.4 and theorem 2): workers push what they have
 added to the weights and get the newest ones. "nesterov" is the outer step of DiLoCo (Douillard et al., 2023).

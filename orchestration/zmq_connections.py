@@ -1,4 +1,4 @@
-"""Watches the TCP connections of a ZeroMQ server: limits those without the key; tells when bytes last came.
+"""Watches the TCP connections of a ZeroMQ server: limits those that have not proved the key; tells when bytes came.
 
 libzmq lets everybody connect, and reads a handshake's message of up to ZMQ_MAXMSGSIZE, the size of our longest message.
 A client without the key could so make it hold that much for any number of connections. A real handshake has less than a

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""The engine of a node sums: native threads take complete partitions in the order of their rank and pass them on.
+"""The summing engine of a node: native threads sum partitions whose inputs are complete, by priority, and pass them on.
 
 For each partition the engine knows its inputs, a kernel, an output and its destinations (`part.h`). When the last
 input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready; threads pop

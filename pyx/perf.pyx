@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
-"""Perf: the loops that measure, without the GIL: over queue pairs, through shared memory, behind a tcp stream.
+"""Perf: the native loops of ``bpsfast perf``, without the GIL: over queue pairs, shared memory, tcp streams.
 
     VerbsLoop    queue pairs and completion queues of `bpsfast.pyx.verbs`, by their handles      perf.h
     MemoryLoop   lanes, doorbells and memory that two processes share                            perf_memory.h

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Ring: the shared words by which processes notify each other, seen from Python.
+"""Ring: Python access to the shared memory words by which the processes of a machine notify each other.
 
 Formats the memory of lanes, boards and doorbells (`lane.h`, `board.h`, `futex.h` draw them), and offers the
 two ends of a lane and a doorbell as objects, for tests and benches: the hot path uses them inside `port` and

@@ -1,4 +1,4 @@
-"""One rank, which trains the task with each codec and seed, one after another, in one job.
+"""One rank of `bench accuracy`: trains the task with each codec and seed, one after another, in one job.
 
     python -m bpsfast.bench.accuracy.program JSON       {"codecs": ["", "onebit"], "n_seeds": 2, "n_epochs": 20}
 """

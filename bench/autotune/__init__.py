@@ -1,4 +1,4 @@
-"""``bpsfast bench autotune``: how near tuning inside training comes to the best settings, from deliberately bad ones.
+"""``bpsfast bench autotune``: how near tuning during training comes to the best settings from deliberately bad ones.
 
 Two machines and a helper (network namespaces, shaped links) train the network of `program` with every point of a grid,
 then with autotune from each bad start. Then the chosen point and the grid's best are measured again in turns, because

@@ -1,4 +1,4 @@
-"""A trial of an elastic job: one or two workers are killed, and the others must continue with right sums.
+"""One trial of `bench chaos` on an elastic job: kills one or two workers; the others must continue with right sums.
 
 Every sum of every job has the input of each of its ranks exactly once. All workers that reach the end have the same
 weights, to which each step has added its sum once; where lost workers are replaced, these are the weights of an

@@ -1,4 +1,4 @@
-"""The expected sums of a trial, the histories that its ranks write, and the check of one against the other.
+"""For `bench chaos`: the expected gradient sums of a trial, and the check of the histories that its ranks write.
 
 A step is right if every sum in it has each rank's input exactly once: its digest is then that of the expected sum, on
 every rank.

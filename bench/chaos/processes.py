@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this machine, watches them, and kills or stops single ones."""
+"""For `bench chaos`, `helpers` and `soak`: starts a job's processes on this machine, and kills or stops single ones."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""One rank of a trial: trains, and writes a history of its sums.
+"""One rank of a `bench chaos` trial: trains, and writes a history of its gradient sums.
 
     python -m bpsfast.bench.chaos.rank FILE STOP RECOVERIES
 

@@ -1,4 +1,4 @@
-"""Draws the faults of one trial, and its required outcome, from a seed. Pure.
+"""Draws the faults of one `bench chaos` trial, and its required outcome, from a seed. Pure.
 
 The kinds are shuffled: of `CYCLE` consecutive seeds each kind gets its share (`_FREQUENCIES`).
 """

@@ -1,4 +1,4 @@
-"""One trial: a real job on this machine, its faults, and a verdict on the histories of its ranks."""
+"""One trial of `bench chaos`: a real job on this machine, its faults, and a verdict on the histories of its ranks."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""One worker of an elastic trial: trains, and writes a history of its sums, job by job.
+"""One worker of an elastic `bench chaos` trial: trains, and writes a history of its gradient sums, job by job.
 
     python -m bpsfast.bench.chaos.worker FOLDER STOP
 

@@ -1,4 +1,4 @@
-"""One rank's training step: it sleeps instead of computing, and compresses gradients in a trainer's order."""
+"""One rank's training step in `bench compressed`: sleeps instead of computing, pushes gradients with a given codec."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""``bpsfast bench ddp``: torch's backend "bpsfast" and gloo, in programs that differ only in the backend's name.
+"""``bpsfast bench ddp``: torch's backends "bpsfast" and gloo compared, in programs that differ only in the backend.
 
 Two models train with DistributedDataParallel: one has many weights and computes little, the other is the opposite.
 Their losses must agree bit for bit. Then it times single collectives. `models` and `collectives` have the programs,

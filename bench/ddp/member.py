@@ -1,4 +1,4 @@
-"""One rank of a process group of torch, with any backend."""
+"""One rank of `bench ddp`: trains models and runs collectives in a torch process group, with any backend."""
 from __future__ import annotations
 
 from bpsfast.bench.ddp import collectives

@@ -1,4 +1,6 @@
-"""``bpsfast bench device``: gradients on a GPU that several ranks share. `PARTS` answer these questions:
+"""``bpsfast bench device``: measures how several ranks that share a GPU exchange gradients.
+
+`PARTS` answer these questions:
 
     sums      how near is push_pull to plain copies of the same bytes (`copies` explains the bound)
     backward  is the computing stream slower, or does the host wait, while hooks push gradients

@@ -1,4 +1,4 @@
-"""A backward pass whose hooks push gradients: measures whether that delays the program's stream or the host.
+"""For `bench device`: measures whether hooks that push gradients delay the backward pass on the device, or the host.
 
 For each layer the device multiplies matrices and writes a gradient, whose hook begins a push_pull, as in a framework.
 The time of the same pass without communication must not be exceeded.

@@ -1,4 +1,4 @@
-"""A small real model whose gradients are averaged on the device and by the CPU in every step: compares the bits.
+"""For `bench device`: trains a model whose gradients are averaged on the device and by the CPU; compares the bits.
 
 Gradients are computed once and averaged twice: on the device by `DistributedOptimizer`, and from copies in shared
 memory, as on a machine without a GPU. Two models train, one with each average, by the same optimizer on the same

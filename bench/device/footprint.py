@@ -1,4 +1,4 @@
-"""Measures the memory for each byte of gradient: on the device, pinned by each rank, and in all segments."""
+"""For `bench device`: measures memory per byte of gradient: on the device, pinned by each rank, in all segments."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A CUDA device with torch's tensors, on torch's current stream. Plain copies use CuPy, as bpsfast's do."""
+"""For `bench device`: a CUDA device with torch's tensors and current stream. Plain copies use CuPy, as bpsfast's do."""
 from __future__ import annotations
 
 import subprocess

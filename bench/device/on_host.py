@@ -1,4 +1,4 @@
-"""The host device (`bpsfast.gpu.host`): the program's stream is a thread, kernels are NumPy's."""
+"""For `bench device` without a GPU: the host device (`bpsfast.gpu.host`), with a thread as stream and NumPy kernels."""
 from __future__ import annotations
 
 import mmap

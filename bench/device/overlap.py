@@ -1,4 +1,4 @@
-"""Computes from a trace how the five stages of a step overlap: to the host, sum, wire, receive, to the device."""
+"""For `bench device`: computes from a trace how stages of a step overlap: to host, sum, wire, receive, to device."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

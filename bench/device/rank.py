@@ -1,4 +1,4 @@
-"""One rank of a job whose gradients lie on a device: its timed operations and its other measurements."""
+"""One rank of `bench device`, whose gradients lie on a device: its timed operations and its other measurements."""
 from __future__ import annotations
 
 from typing import Any

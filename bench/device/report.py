@@ -1,4 +1,4 @@
-"""The report of `bench device`: tables, and results that miss their promise."""
+"""The report of `bench device`: tables, and the results that are wrong or slower than promised."""
 from __future__ import annotations
 
 import statistics

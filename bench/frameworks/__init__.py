@@ -1,4 +1,4 @@
-"""``bpsfast bench frameworks``: frameworks' arrays compared with NumPy's, for one large tensor and many small ones.
+"""``bpsfast bench frameworks``: sums of JAX and TensorFlow arrays relative to NumPy's, one large tensor and many small.
 
 Every row sums the same numbers in the same job, in turns. Each framework has a file in this folder with `ROWS`, listed
 in `rank.FRAMEWORKS`; a framework that is not installed has no rows.

@@ -1,4 +1,4 @@
-"""The rows of JAX: push_pull of a list, outside jit and inside."""
+"""The JAX rows of `bench frameworks`: push_pull of a list of arrays, outside jit and inside."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The baseline rows: NumPy arrays, each pushed as a tensor of its own, all at once."""
+"""The baseline rows of `bench frameworks`: NumPy arrays, each pushed as a tensor of its own, all at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The rows of TensorFlow: the sum of a list, eagerly and inside `tf.function`."""
+"""The TensorFlow rows of `bench frameworks`: the sum of a list of tensors, eagerly and inside `tf.function`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Shared by all benchmarks: starts contestants, takes samples in turns, writes tables and result files."""
+"""Shared by all benchmarks: runs the compared libraries as processes, takes samples in turns, writes result files."""

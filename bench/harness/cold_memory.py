@@ -1,4 +1,4 @@
-"""Sets of partitions in memory that exceeds the caches, so that they are read from DRAM."""
+"""For benchmarks: sets of tensor partitions in memory that exceeds the caches, so that they are read from DRAM."""
 from __future__ import annotations
 
 from typing import Any

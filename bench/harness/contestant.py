@@ -1,4 +1,4 @@
-"""One process of one contestant (a library that is measured): joins its peers, then obeys `contestant_group.Group`.
+"""One process of a contestant (a library that is measured): joins its peers, then executes the coordinator's commands.
 
     python -m bpsfast.bench.harness.contestant KIND SOCKET JSON
 

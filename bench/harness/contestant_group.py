@@ -1,4 +1,4 @@
-"""The coordinator's end of one contestant: starts its processes, gives all of them the same commands, ends them."""
+"""Controls the processes of a contestant (a measured library): starts them, sends all the same commands, ends them."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Runs a job whose ranks print what they measured, and collects that."""
+"""For benchmarks: runs a job whose ranks print their measurements, and collects them."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Starts the contestants of one benchmark with their processes on the right machines, and closes them all."""
+"""Starts the processes of all libraries that a benchmark compares, each on the right machine, and closes them all."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""Builds an optimised C reference of the fused sum with the machine's gcc."""
+"""For `bench kernels`: builds an optimised C reference of the fused sum with the machine's gcc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses lists of names, numbers and sizes in options."""
+"""Parses lists of names, numbers and sizes in the options of benchmarks."""
 from __future__ import annotations
 
 from collections.abc import Collection

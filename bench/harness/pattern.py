@@ -1,4 +1,4 @@
-"""Inputs with known sums: element i of rank r is i mod 251 + r, exact in float32 up to thousands of ranks."""
+"""Benchmark inputs with known sums: element i of rank r is i mod 251 + r, exact in float32 up to thousands of ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Draws plots; only this module uses matplotlib."""
+"""Makes and saves the plots of benchmarks; only this module uses matplotlib."""
 from __future__ import annotations
 
 import base64

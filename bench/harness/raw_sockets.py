@@ -1,4 +1,4 @@
-"""The bound of two nodes: each sends and receives the same bytes over plain sockets, and does nothing else.
+"""The lower bound of a push_pull between two nodes: both only send and receive the same bytes over plain sockets.
 
 Colocated summation of M bytes on two nodes moves M bytes in each direction (half partials, half results), so this
 exchange takes as long as a push_pull in which sums, decisions and waiting cost nothing.

@@ -1,4 +1,4 @@
-"""Rows of raw samples, taken in turns: each contestant once per round, so that other load affects all of them."""
+"""Times the contestants of a benchmark in turns, each once per round, so that other load on the machine affects all."""
 from __future__ import annotations
 
 import math

@@ -1,7 +1,8 @@
 """``bpsfast bench helpers``: compares a training that loses and replaces half of its helpers with an undisturbed one.
 
-Both make the same steps on the same machine, one training after the other. Their parameters must be the same, bit for
-bit, and no step may take longer than two median steps and the time in which a loss is noticed.
+A helper is a node without ranks, which only sums. Both trainings make the same steps on the same machine, one after the
+other. Their parameters must be the same, bit for bit, and no step may take longer than two median steps and the time in
+which a loss is noticed.
 """
 from __future__ import annotations
 

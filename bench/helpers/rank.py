@@ -1,4 +1,4 @@
-"""One rank of a training whose helpers are lost and replaced.
+"""One rank of `bench helpers`: trains while helpers (nodes without ranks) are lost and replaced.
 
     python -m bpsfast.bench.helpers.rank FILE N_STEPS MB N_JOINED
 

@@ -1,4 +1,4 @@
-"""``bpsfast bench neighbour``: how much a helper on spare cores slows down the machine's own job.
+"""``bpsfast bench neighbour``: how much a helper (a node without ranks) on spare cores slows the machine's own job.
 
 That job has one process for each core, which computes, streams through memory and waits (`victim`). At the same time
 runs a job of ours whose helper owns all keys. Windows with steps through the helper alternate with idle windows; the

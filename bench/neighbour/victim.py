@@ -1,4 +1,4 @@
-"""One process of an unrelated job: computes, streams through memory, waits as for a GPU, and repeats.
+"""One process of the unrelated job in `bench neighbour`: computes, streams through memory, waits as for a GPU, repeats.
 
     python -m bpsfast.bench.neighbour.victim LOAD
 

@@ -1,4 +1,4 @@
-"""``bpsfast bench overhead``: the cost of a gradient from the hook until it is announced on the rank's lane.
+"""``bpsfast bench overhead``: the cost of a gradient from its autograd hook until it is announced to the rank's node.
 
 Two ranks of this machine run `program`: the same backward pass with the optimizer's hooks and without them, in turns.
 The difference, divided by the number of tensors, is the time for one tensor; a separate run counts Python calls and

@@ -1,4 +1,4 @@
-"""A rank that times its backward passes over tensors with gradients, with the optimizer's hooks and without.
+"""A rank of `bench overhead`: times backward passes with the optimizer's hooks and without.
 
 Run by path (`bpsfast run -n 2 -- python program.py JSON`), so that other versions of bpsfast can run it: it uses
 only their public names. Rank 0 prints one line for `harness.job_output`.

@@ -1,1 +1,1 @@
-"""Benchmarks that reproduce figures of the papers."""
+"""Benchmarks that reproduce figures of the BytePS paper (OSDI'20)."""

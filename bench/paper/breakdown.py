@@ -1,4 +1,4 @@
-"""``make breakdown``: the gain of each part of the design, on real packets and simulated on 256 GPUs.
+"""``make breakdown``: the gain of each part of BytePS's design, on real packets and simulated on 256 GPUs.
 
 The first bar has all-reduces in the order of arrival; each further bar adds a part: the optimal split of sums over
 machines, priority and credit, no barrier between steps, and (simulated only, since machines here have no GPUs) the

@@ -1,4 +1,4 @@
-"""Fits the numbers that the paper does not print, each to as few of its measurements as possible.
+"""Fits the simulator's constants that the BytePS paper does not print, each to as few measured figures as possible.
 
 Three constants of the network come from figure 12 alone, then one overhead for each framework from figures 15 and 16 at
 256 GPUs. Nothing is fitted to a single cell, to figure 13, to smaller scales or to other claims: those are predictions.

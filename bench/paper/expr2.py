@@ -1,4 +1,4 @@
-"""``make expr2``: BytePS's strategies inside a machine, simulated, and the twelve bars of the paper's figure 14.
+"""``make expr2``: BytePS's strategies inside a machine, simulated, and the twelve bars of figure 14 of OSDI'20.
 
 Takes the network's constants from a run of ``make expr3``, and fits one more number for each model (`figure_14`).
 Writes ``expr2.json`` (bars, fits, and the rates that each strategy leaves), ``expr2.md`` (tables) and, if matplotlib is

@@ -1,4 +1,4 @@
-"""``make expr3``: the simulator compared with each cell of the paper's figures, and further predictions.
+"""``make expr3``: the simulator compared with each cell of the BytePS paper's figures, and further predictions.
 
 Calibrates first (`calibration`), then predicts. Writes ``expr3.json`` (all cells, fits, versions), ``expr3.md`` (tables
 with the error of each cell) and, if matplotlib is installed, ``expr3.png``.

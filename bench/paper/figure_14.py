@@ -1,4 +1,4 @@
-"""Figure 14 of the paper, simulated: BytePS's strategies inside a machine, relative to all-reduce, on 64 GPUs.
+"""Figure 14 of the BytePS paper, simulated: strategies inside a machine, relative to all-reduce, on 64 GPUs.
 
 The cluster, the all-reduce and the cost of messages are those of the other figures (`figures`). Bars differ only inside
 a machine: `intra_machine.inside` derives the rates from the loads of the strategy on the links of `machines`. In

@@ -1,4 +1,4 @@
-"""The figures of the paper, simulated: one table each, with the measured value of every cell.
+"""The figures of the BytePS paper, simulated: one table each, with the measured value of every cell.
 
 The systems follow their documentation, with as few constants as possible (`Constants`): Horovod's ring over all GPUs,
 without priorities; BytePS with priorities; the native parameter server, first come first served. TensorFlow and PyTorch

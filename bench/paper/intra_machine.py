@@ -1,4 +1,4 @@
-"""The rate of a machine's NIC with a strategy inside the machine, and the rate of gradients to memory and back.
+"""Computes a machine's NIC rate and reduction rate for a strategy of summing among its GPUs, for simulated figures.
 
 Both follow from the loads of the links (`topology.budget`). Reduction, broadcast, copies and the network card share
 links. In a pipeline all run at once, so each takes as long as the link needs for its whole load.

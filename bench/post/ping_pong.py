@@ -1,4 +1,4 @@
-"""A message to the other rank and back, for any contestant that sends and receives."""
+"""For `bench post`: a message to the other rank and back, for any library that sends and receives."""
 from __future__ import annotations
 
 from collections.abc import Callable

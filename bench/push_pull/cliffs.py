@@ -1,4 +1,4 @@
-"""Finds cliffs in curves over sizes: a size where the next larger one is slower than 0.8 times per byte.
+"""Finds cliffs in benchmark curves over sizes: where the next size takes more than 1/0.8 of the time or CPU per byte.
 
 If the bound (the speed of memory or of raw sockets) also falls from one size to the next, for example where a cache
 ends, the curve is compared relative to the bound. The bound of CPU time is that of time.

@@ -1,4 +1,4 @@
-"""All ranks on one machine: all sizes compared with peers and the memory bound; latency; a busy GIL; a model's list."""
+"""`bench push_pull` on one machine: sizes beside peers and the memory bound; latency; a busy GIL; a model's list."""
 from __future__ import annotations
 
 from collections.abc import Sequence

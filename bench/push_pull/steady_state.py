@@ -1,4 +1,4 @@
-"""The cost of a step other than time: messages, registrations, allocations, memory, and Python code of the node."""
+"""For `bench push_pull`: costs of a step besides time: messages, registrations, allocations, memory, node's Python."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Two nodes over TCP, on slow links and on loopback, compared with raw sockets and gloo."""
+"""`bench push_pull` between two nodes over TCP, on slow links and on loopback, compared with raw sockets and gloo."""
 from __future__ import annotations
 
 from typing import Any

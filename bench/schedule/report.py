@@ -1,4 +1,4 @@
-"""The report of `bench schedule`, which compares it with the simulator for the same layers, links and settings."""
+"""The report of `bench schedule`: measurements beside the simulator's times for the same layers, links and settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

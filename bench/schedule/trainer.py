@@ -1,4 +1,4 @@
-"""One rank of a training job on a timed network, with bpsfast, torch's DDP, or scheduled all-reduces over gloo."""
+"""One rank of `bench schedule`: trains a timed network by bpsfast, torch's DDP, or scheduled all-reduces over gloo."""
 from __future__ import annotations
 
 import hashlib

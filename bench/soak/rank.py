@@ -1,4 +1,4 @@
-"""One rank of a soak: small steps, one after another, in which every sum is checked.
+"""One rank of `bench soak`: small steps, one after another, in which every sum is checked.
 
     python -m bpsfast.bench.soak.rank FILE SECONDS
 

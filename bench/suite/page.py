@@ -1,4 +1,4 @@
-"""The suite's report as one self-contained HTML file: verdicts, plots, and the output of each benchmark."""
+"""The report of `bench suite` as one self-contained HTML file: verdicts, plots, and the output of each benchmark."""
 from __future__ import annotations
 
 import html

@@ -1,4 +1,4 @@
-"""The benchmarks of the suite, their options, and what this machine lacks for them."""
+"""The benchmarks that `bench suite` runs, their options, and what this machine lacks for them."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The suite's verdict on this machine: its bottleneck, how near it comes to the formulas, whether it has cliffs."""
+"""The verdict of `bench suite` on this machine: its bottleneck, how near it comes to the formulas, and cliffs."""
 from __future__ import annotations
 
 import statistics

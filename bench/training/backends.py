@@ -1,4 +1,4 @@
-"""The backends that average gradients: bpsfast, torch's DistributedDataParallel over gloo or NCCL, or Horovod."""
+"""The backends of `bench model` that average gradients: bpsfast, torch's DDP over gloo or NCCL, or Horovod."""
 from __future__ import annotations
 
 import importlib

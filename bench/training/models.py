@@ -1,4 +1,4 @@
-"""The models by name, small and full; making one imports torch."""
+"""The models that `bench model` trains, by name, small and full; making one imports torch."""
 from __future__ import annotations
 
 from collections.abc import Callable

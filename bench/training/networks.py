@@ -1,4 +1,4 @@
-"""The networks, in torch.
+"""The networks that `bench model` trains, in torch.
 
     Transformer    translation (Vaswani et al., arXiv:1706.03762), pre-norm as in TensorFlow. One embedding serves both
                    languages and the output; attention has no biases; positions are sines

@@ -1,4 +1,4 @@
-"""One rank that trains one model with one backend."""
+"""One rank of `bench model`: trains one model with one backend."""
 from __future__ import annotations
 
 import hashlib

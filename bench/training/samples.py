@@ -1,4 +1,4 @@
-"""The training data: synthetic, or a real set from an .npz file or a folder of images."""
+"""The training data of `bench model`: synthetic, or a real set from an .npz file or a folder of images."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The node: one process per machine that sums, owns partitions, memory and connections.
+"""The node: one process per machine, which sums gradients and owns partitions, memory and connections.
 
     main          the control loop and its phases         control_loop   what its parts need of it
     local_listener, local_ranks, local_rank               connections of this machine; its ranks

@@ -1,4 +1,4 @@
-"""Describes compressed partitions to the engine, and saves and loads the state that they keep between rounds.
+"""Describes compressed partitions to the node's summing engine; saves and loads their state between rounds.
 
 A saved state: a fingerprint of what it belongs to (node, layout, codec), then for each partition the six words of
 `Engine.codec_words` and the arrays of `CodedPart`.

@@ -1,4 +1,4 @@
-"""The communication service: one thread that decides what is written next to each node over a wire.
+"""The node's communication thread: decides which partition is sent next over the network, and to which other node.
 
 The engine reports what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
 node with ranks that push it) and what has arrived at the peer (`EVENT_DELIVERED`). Between the two is the queue of the

@@ -1,4 +1,4 @@
-"""One thread's loop over sockets, descriptors and timers, and stop signals (SIGTERM, SIGINT) turned into calls."""
+"""The event loop of a node's control thread: sockets, descriptors, timers, and SIGTERM and SIGINT turned into calls."""
 from __future__ import annotations
 
 import contextlib

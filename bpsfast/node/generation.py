@@ -1,4 +1,4 @@
-"""Records a plan that this node has prepared: what each unit uses, where results appear, which peers are awaited."""
+"""Records a scheduler's plan that this node has prepared: resources of each unit, places of results, awaited peers."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Accepts connections on the node's local socket, and authenticates them.
+"""Accepts and authenticates connections to a node's local socket by ranks, server processes and nodes of its host.
 
 Ranks, BytePS-style server processes and other nodes of this host connect to one abstract address. Nobody gets a
 descriptor, or an answer other than a refusal, before user and job key are checked. Connections that are not

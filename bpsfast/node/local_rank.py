@@ -1,4 +1,4 @@
-"""A trainer process of this machine as its node knows it: identity, lane, input memory, channel."""
+"""The node's object for one rank of its machine: identity, lane (ring of announcements), input memory, channel."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The ranks of this machine and the server processes beside its node: their requests, and the answers."""
+"""Handles the requests that this machine's ranks, and BytePS-style server processes, send to their node."""
 from __future__ import annotations
 
 import logging

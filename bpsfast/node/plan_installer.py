@@ -1,4 +1,4 @@
-"""Turns plans into memory, bindings and engine parts of this node, and releases them when their units are retired.
+"""Sets up what the scheduler's plans need on this node (memory, transports, sums); releases it when units are retired.
 
 A generation is prepared whole before anybody is told `Ready`: allocated, bound to streams, known to the engine (which
 keeps it inactive until the commit), shared with peers of this host, told to peers that write into it by RDMA. If

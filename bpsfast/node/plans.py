@@ -1,4 +1,4 @@
-"""Executes the scheduler's two-phase plans: prepare, answer Ready, commit or forget."""
+"""Executes the scheduler's plans on a node in two phases: prepare and answer Ready, then commit or forget."""
 from __future__ import annotations
 
 import logging

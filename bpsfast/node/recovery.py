@@ -1,4 +1,4 @@
-"""Recovery from the loss of another process: of a helper (`Recovery`), or of the scheduler (`SchedulerFailover`).
+"""A node's recovery from the loss of a helper (node without ranks, `Recovery`) or the scheduler (`SchedulerFailover`).
 
 A change of epoch, because a helper is lost or has joined:
 

@@ -1,4 +1,4 @@
-"""Owns all native parts of a node: the engine with its board, doorbell, memory, links and communication service.
+"""Owns all native parts of a node: the summing engine, notification words, memory, links and communication thread.
 
 They are made here, and closed here in the one safe order: service, wires, engine, then the memory they wrote to.
 """

@@ -1,5 +1,6 @@
-"""BytePS's other name for `bpsfast.keras`: this module, and its callbacks, are that one. It is loaded by name, as
-`bpsfast.keras` stands above this package.
+"""`bpsfast.tensorflow.keras`, BytePS's other name for `bpsfast.keras`: importing it gives that module.
+
+Its callbacks are those of `bpsfast.keras`, too. It is loaded by name, as `bpsfast.keras` stands above this package.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redaction of secrets, people, hosts and addresses: each is replaced by the same placeholder everywhere.
+"""Redacts secrets, people, hosts and addresses in bug reports: each gets the same placeholder everywhere.
 
 A redacted report still shows that two lines concern one machine. Addresses of one /24 (IPv6: /64) get placeholders of
 one network.

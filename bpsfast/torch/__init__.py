@@ -1,4 +1,4 @@
-"""bpsfast for PyTorch: BytePS's API (`byteps.torch`) on CPU tensors.
+"""bpsfast for PyTorch: BytePS's API (`byteps.torch`) for CPU tensors, and for GPU tensors as docs/gpus.md lists.
 
     import bpsfast.torch as bps
     bps.init()

@@ -1,4 +1,4 @@
-"""Hooks on parameters, and which parameters have a gradient on any rank.
+"""Calls back for each gradient that backward accumulates; finds which parameters have a gradient on any rank.
 
 In one process neither momentum nor weight decay moves a parameter without a gradient. In a job a parameter that has no
 gradient on this rank may have one on others, whose average counts; only a parameter without a gradient on any rank is

@@ -1,4 +1,4 @@
-"""Arguments of calls, checked: reductions by Horovod's names (Average, Sum), learning rates."""
+"""Checks arguments of API calls: reductions by Horovod's names (Average, Sum), learning rates."""
 from __future__ import annotations
 
 import enum

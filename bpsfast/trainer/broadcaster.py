@@ -1,4 +1,4 @@
-"""broadcast: sends one rank's bytes to all ranks through one fixed unit, so that memory is bounded and sizes may vary.
+"""broadcast: sends a rank's bytes to all ranks through one fixed tensor, in chunks: memory is bounded, sizes may vary.
 
 The channel is a uint8 unit of 16 partitions. The root fills partition after partition, the other ranks take part with
 empty arrivals: the "sum" of one contribution is its copy. Chunk c of the channel's life is partition c mod 16, round

@@ -1,4 +1,6 @@
-"""Chunk descriptors: where one partition's input comes from and its result goes, for `Port.pipelined_transfer`.
+"""Chunk descriptors: where the rank's port copies the input of each partition from, and its result to.
+
+`Port.pipelined_transfer` takes a table of them.
 
 `SlidingWindow` sends private memory through a unit of one machine, a few partitions at a time. A tensor that is copied
 in, summed and copied out as a whole goes through the caches three times, and through memory as often if it is larger

@@ -1,4 +1,4 @@
-"""What happens to sessions when their program exits, fails or forks.
+"""Shuts sessions down when their program exits or fails, and notes its uncaught exception for the other ranks.
 
 Each session is shut down at exit. An uncaught exception is noted in ``sys.excepthook``, so that the other ranks are
 told at once instead of waiting for a deadline. A forked child needs nothing from here: a session knows its process.

@@ -1,4 +1,4 @@
-"""The layout of a model's gradients: the units they travel in, and the memory of their input.
+"""The layout of a model's gradients: the units (tensors or buckets) they travel in, and the memory of their input.
 
 Each gradient is a `Gradient`.
 

@@ -1,4 +1,4 @@
-"""The tensors of a rank: names that it has declared, and the units as which the job has committed them.
+"""The tensors of a rank: names that it has declared, and the units (tensors or buckets) that the job has committed.
 
 A push of a name that other ranks have not declared yet is deferred. The thread of this rank that first sees the commit,
 while it waits for anything or asks for the unit, starts it.

@@ -1,4 +1,4 @@
-"""What autotune tries next: Bayesian optimisation of step times on a grid of `TuningPoint`s. Pure.
+"""Chooses the next settings that autotune tries, by Bayesian optimisation of step times on a grid. Pure.
 
 Logarithms of step times are described by the expectation that was given, plus a Gaussian process (squared exponential,
 one length for all directions: factors of two of partition, fusion, credit and streams). What is tried next is the

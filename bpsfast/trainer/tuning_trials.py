@@ -1,4 +1,4 @@
-"""Trials of autotune, one after another: which point the next steps use and which one is prepared. On rank 0.
+"""Runs autotune's trials on rank 0, one after another: chooses the settings of the next steps, and those to prepare.
 
     present settings -> the defaults, if those are others -> what the search proposes, one trial at a time -> the best
 

@@ -1,4 +1,4 @@
-"""Decides who trains next in an elastic job. Pure; `bpsfast.launch.elastic_service` carries it out.
+"""Decides which workers train next in an elastic job. Pure; `bpsfast.launch.elastic_service` carries it out.
 
 A job's members are fixed. When one of them is lost, or others want to join, the job ends and the next one is formed of
 those that have come to the coordinator. Processes are *members*, numbered in the order in which they were started; the

@@ -1,1 +1,1 @@
-"""The scheduler, and how another one continues the job of a lost one. See docs/design/failover.md."""
+"""The scheduler process, and how another scheduler continues the job of a lost one. See docs/design/failover.md."""

@@ -1,4 +1,4 @@
-"""Records what one node knows of its job, from which a restarted scheduler, or another one, learns it again. Pure.
+"""Records a node's messages to and from the scheduler, from which a later scheduler rebuilds the job's state. Pure.
 
 The node records what it receives from the scheduler and what it sends to it, and `report` repeats it: what was
 committed by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the

@@ -1,4 +1,4 @@
-"""Collects the declarations of all ranks until they agree. Pure.
+"""Collects the tensors that all ranks declare (name, shape, dtype, ...) until the ranks agree. Pure.
 
 A *bundle* is what must be declared together: a lone tensor, or all members of a group.
 """

@@ -1,4 +1,4 @@
-"""Plans generations: placement, partitions and order, which all nodes prepare and then commit together. Pure."""
+"""Plans generations of tensors (placement, partitions, order), which all nodes prepare, then commit together. Pure."""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set as AbstractSet

@@ -1,4 +1,4 @@
-"""Records which nodes are lost or suspected, and runs the change of epoch in progress. Pure; `Job` calls it.
+"""Records lost and suspected nodes, and runs the change to another set of nodes (an epoch). Pure; `Job` calls it.
 
 A node without ranks can be dropped: it is left out of the roster, and an `EpochChange` begins. The same happens for
 nodes that come late, which then get their share of the sums. A node with ranks cannot be dropped. A helper that calls

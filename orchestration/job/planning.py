@@ -1,4 +1,4 @@
-"""Turns complete declarations into plans, one generation at a time, until they are retired. Pure.
+"""Plans the sums of tensors that all ranks have declared, one generation at a time, until they are retired. Pure.
 
 `Job` calls it, and defers messages while nodes change. Nothing is planned while NICs are being measured, on which
 placement depends, or while the job recovers from a loss.

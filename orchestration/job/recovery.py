@@ -1,4 +1,4 @@
-"""Finds new owners for partitions when a helper is lost or has come, and the round from which they go on. Pure.
+"""Finds new owners for partitions when a helper is lost or has joined, and the round from which they go on. Pure.
 
 The inputs of a step stay with the ranks until its result has been read (docs/design/recovery.md), so nothing is rolled
 back. For each partition that a lost node owned the survivors report the round that they forwarded last, and the round

@@ -1,4 +1,4 @@
-"""Computes by formula the time of a step's communication in each layout, and whether the chosen one can win. Pure.
+"""Computes by formula a step's communication time for each placement and a ring; warns of ones that cannot win. Pure.
 
 What a job prints at its start and what ``bpsfast plan`` explains come from here. Source: BytePS (OSDI'20) section 4.1.
 """

@@ -1,4 +1,4 @@
-"""Packs tensors into units, and cuts units into partitions. Pure.
+"""Packs tensors into units (a tensor, or a bucket of small ones), and cuts units into partitions. Pure.
 
 A unit has one round: a lone tensor, or small members of a declared group packed together (a message for each bias
 vector would cost more than its bytes). A unit is cut into partitions, so that it can be summed in several places

@@ -1,4 +1,4 @@
-"""Computes the machines that placement counts on from what nodes report, and the remarks about that. Pure.
+"""Computes the machines' rates that placement assumes from what nodes report, and remarks about them. Pure.
 
 A NIC with an unknown rate is assumed to be like the slowest known one: an overloaded link delays all, one that could do
 more does not. Limits say less: that a node may take 5 Gbit/s of its NIC implies that the NIC carries 5, so only where

@@ -1,1 +1,1 @@
-"""What comes next: writes of one NIC, and operations that all ranks begin alike. See docs/design/scheduling.md."""
+"""Decides which write a NIC sends next, and the order of operations on all ranks. See docs/design/scheduling.md."""

@@ -1,4 +1,4 @@
-"""One variant at one end, with its queue pairs or sockets and a native loop, for all turns of a model."""
+"""One variant of `bench ladder` at one end: its queue pairs or sockets and a native loop, for all turns of a model."""
 from __future__ import annotations
 
 import os

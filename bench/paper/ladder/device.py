@@ -1,4 +1,4 @@
-"""The RDMA port of one end, and its queue pairs."""
+"""For `bench ladder`: the RDMA port of one end, and its queue pairs."""
 from __future__ import annotations
 
 import errno

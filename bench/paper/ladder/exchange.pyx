@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
-"""Exchange: the loops of ``bpsfast bench ladder``: partitions go to a service and come back, step by step.
+"""Exchange: the native loops of ``bpsfast bench ladder``, which send partitions to a service and back, step by step.
 
     WriteExchange    over queue pairs and a completion queue of `bpsfast.pyx.verbs`     exchange.h, exchange_step.h
     StreamExchange   over connected stream sockets                                      stream_exchange.h

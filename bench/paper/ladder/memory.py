@@ -1,4 +1,4 @@
-"""The memory of one end: areas with a list's partitions, each registered once, as in the transport."""
+"""The memory of one end of `bench ladder`: areas with a list's partitions, each registered once, as in a job."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``bpsfast bench optimum``: whether steps on real packets take the time of the model, compared with other placements.
+"""``bpsfast bench optimum``: whether real steps take the time that BytePS's formula predicts, beside other placements.
 
 Every machine is a network namespace whose link is shaped in both directions; the kernel counts bytes. `cells` lists the
 measurements, `measurement` makes one, `report` compares it with the formulas. Times are relative to B, the measured

@@ -1,4 +1,4 @@
-"""One layout as network namespaces with the jobs of its cells, and the measurement of one cell on it."""
+"""For `bench optimum`: makes network namespaces for one layout of machines, and measures each cell's jobs on them."""
 from __future__ import annotations
 
 from collections.abc import Sequence

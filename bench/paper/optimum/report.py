@@ -1,4 +1,4 @@
-"""The tables: t*B/M as measured, from the formula, and from the placement of whole partitions."""
+"""The tables of `bench optimum`: t*B/M as measured, by the formula, and from the placement of whole partitions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

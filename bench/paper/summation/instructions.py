@@ -1,4 +1,4 @@
-"""Counts instructions of compiled code: packed arithmetic by register width, and non-temporal stores."""
+"""For `bench summation`: counts packed arithmetic by register width, and non-temporal stores, in compiled code."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""The cores and the memory traffic that different servers need to keep up with a network card."""
+"""For `bench summation`: the cores and the memory traffic that servers need to keep up with a network card."""
 from __future__ import annotations
 
 import math

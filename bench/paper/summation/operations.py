@@ -1,4 +1,4 @@
-"""The operations of a server on gradients: sums with our kernels, optimizers' updates, and a copy as the bound."""
+"""The operations of `bench summation` on gradients: sums by our kernels, optimizers' updates, a copy as the bound."""
 from __future__ import annotations
 
 import statistics

@@ -1,4 +1,4 @@
-"""One thread, or one for each CPU, that calls a function on partitions in DRAM."""
+"""For `bench summation`: calls a function on partitions in DRAM, in one thread or in one thread per CPU."""
 from __future__ import annotations
 
 import os

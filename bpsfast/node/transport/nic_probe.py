@@ -1,4 +1,4 @@
-"""Measures the rate of the NIC at the start, over the connections to peers (setting nic_probe).
+"""Measures the rate of a node's NIC when the job starts, over the connections to peers (setting nic_probe).
 
 In round r every node exchanges bytes with the node whose index differs in bit r, in both directions at once: no node is
 in two exchanges at a time, and about log2(n) rounds reach machines of all kinds. A pair measures the slower of its two

@@ -1,4 +1,4 @@
-"""Replaces links between nodes that have ended, by tcp: who dials, who waits, and what both sides exchange.
+"""Replaces a link between two nodes that has failed, by tcp: which side dials or waits, and what both sides exchange.
 
     seek      a side notices that its link has failed and closes it, so what has arrived is final
     dial      the node that dialled at the start opens all streams again, and numbers them as the pair's next link

@@ -1,4 +1,4 @@
-"""Shared memory between two nodes on one host: lanes, doorbells and segments are shared, and no bytes are copied.
+"""Transport between two nodes on one host: they map each other's memory and notification rings, and copy no bytes.
 
 The connecting node sends a hello over the other's abstract socket; each side proves that it has the job's key (HMAC
 over both indexes and process ids) and runs as the same user (SO_PEERCRED) before a descriptor is passed:

@@ -1,4 +1,4 @@
-"""``bpsfast devices`` and ``bpsfast gids``: RDMA devices, other network cards, and GID tables."""
+"""``bpsfast devices`` and ``bpsfast gids`` list RDMA devices, other network cards, and GID tables."""
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""RD05, RD07, RD08, RD18: GIDs, routes, packet sizes and host names."""
+"""Checks RD05, RD07, RD08 and RD18 of ``bpsfast doctor``: GIDs, routes, packet sizes and host names."""
 from __future__ import annotations
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""RD03, RD04, RD15, RD16: drivers, device files, kinds of devices and usable ports."""
+"""Checks RD03, RD04, RD15 and RD16 of ``bpsfast doctor``: drivers, device files, kinds of devices and usable ports."""
 from __future__ import annotations
 
 from ...hardware.interfaces import Netdev

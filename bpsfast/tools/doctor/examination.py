@@ -1,4 +1,4 @@
-"""Runs all checks of the doctor and formats their report."""
+"""Runs all checks of ``bpsfast doctor`` and formats their report."""
 from __future__ import annotations
 
 import textwrap

@@ -1,4 +1,4 @@
-"""RD06, RD09, RD13, RD14: ports, reachability, packet loss and filters of the RDMA network."""
+"""Checks RD06, RD09, RD13 and RD14 of ``bpsfast doctor``: RDMA network ports, reachability, packet loss and filters."""
 from __future__ import annotations
 
 from collections.abc import Sequence

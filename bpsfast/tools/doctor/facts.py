@@ -1,4 +1,4 @@
-"""The facts that checks use: the machine, the settings, what libibverbs and the peer report, the environment."""
+"""The facts that checks of ``bpsfast doctor`` use: machine, settings, libibverbs, the peer's report, environment."""
 from __future__ import annotations
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""A check of the doctor and its outcome: a verdict, an explanation and the commands to type."""
+"""A check of ``bpsfast doctor`` and its outcome: a verdict, an explanation and the commands to type."""
 from __future__ import annotations
 
 import enum

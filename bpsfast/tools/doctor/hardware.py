@@ -1,4 +1,4 @@
-"""RD11, RD21: the PCIe link, NUMA node and IOMMU of a network card, and the shared cache of cores."""
+"""Checks RD11 and RD21 of ``bpsfast doctor``: PCIe link, NUMA node and IOMMU of a network card; cores' shared cache."""
 from __future__ import annotations
 
 import os

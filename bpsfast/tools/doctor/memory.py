@@ -1,4 +1,4 @@
-"""RD01, RD02, RD10, RD12, RD20: limits on memory, and forks and GPU memory with RDMA."""
+"""Checks RD01, RD02, RD10, RD12, RD20 of ``bpsfast doctor``: limits on memory, and forks and GPU memory with RDMA."""
 from __future__ import annotations
 
 from ...base.output import size

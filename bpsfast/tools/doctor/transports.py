@@ -1,4 +1,4 @@
-"""RD17, RD19, RD22: the transport setting, TCP settings, and protection of jobs."""
+"""Checks RD17, RD19 and RD22 of ``bpsfast doctor``: the transport setting, TCP settings, and protection of jobs."""
 from __future__ import annotations
 
 from ..._version import __version__

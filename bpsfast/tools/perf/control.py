@@ -1,4 +1,4 @@
-"""The control connection of ``perf``, ``ping`` and ``tune rdma``: its messages, and the key that both sides prove.
+"""The control connection of ``bpsfast perf``, ``ping`` and ``tune rdma``: messages, and the key that both sides prove.
 
 TCP: the handshake of `orchestration.security`, by a key that both sides hold (`secret_for`), then messages in the
 frames of `base.framing`.

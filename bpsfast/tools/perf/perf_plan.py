@@ -1,4 +1,4 @@
-"""The plan of a ``perf`` run: perftest's options and defaults, agreed by both sides.
+"""The plan of a ``bpsfast perf`` run: perftest's options and defaults, agreed by both sides.
 
 The client proposes a plan. A server without options accepts it; a server with options refuses a plan that contradicts
 them. Options of one side only (device, port, GID) are not part of the plan.

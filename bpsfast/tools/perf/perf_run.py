@@ -1,4 +1,4 @@
-"""Both sides of ``perf bw`` and ``perf lat``, step by step.
+"""Both sides of ``bpsfast perf bw`` and ``bpsfast perf lat``, step by step.
 
     client                                server
     Propose(plan)              ->                             refused with Stop if the server's options differ

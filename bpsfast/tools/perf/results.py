@@ -1,4 +1,4 @@
-"""Results of ``perf``: bandwidths and latencies as perftest defines and prints them."""
+"""Results of ``bpsfast perf``: bandwidths and latencies as perftest defines and prints them."""
 from __future__ import annotations
 
 import math

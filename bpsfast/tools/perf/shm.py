@@ -1,4 +1,4 @@
-"""One end of a ``perf`` measurement through shared memory: a lane, a doorbell, and one copy by the reader.
+"""One end of a ``bpsfast perf`` measurement through shared memory: a ring announces messages, the reader copies them.
 
 As between two nodes of a job, data stays in its owner's segment, the peer maps it read-only, and an entry in a lane
 announces it. The measurement covers the announcement and a copy out of the peer's memory.

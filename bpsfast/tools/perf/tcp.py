@@ -1,4 +1,4 @@
-"""One end of a ``perf`` measurement over TCP, with the streams of jobs (`bpsfast.pyx.tcp`), one for each -q.
+"""One end of a ``bpsfast perf`` measurement over TCP, with the native streams that jobs use, as many as -q says.
 
 Messages are posted from Python, as the node posts partitions; native threads send and receive them. A message counts as
 sent when the peer's kernel has acknowledged its last byte.

@@ -1,4 +1,4 @@
-"""Models: the built-in ones, and those of a file or a torch module.
+"""The models of ``bpsfast plan``, the simulator and benchmarks: built in, or from a file or a torch module.
 
 Built-in compute times are those on slides of BytePS's authors (HPC Interconnects Forum 2020), on one V100.
 """

@@ -1,4 +1,4 @@
-"""Parses and prints lists of machines: ``8``, ``4x25,4x10``, ``7x10,2.5``, ``4x25/8``."""
+"""Parses and prints machines of ``bpsfast plan``: a count ``8``, or Gbit/s ``4x25,4x10``, ``7x10,2.5``, ``4x25/8``."""
 from __future__ import annotations
 
 import re

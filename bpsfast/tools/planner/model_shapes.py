@@ -1,4 +1,4 @@
-"""The shapes of the built-in networks: name -> shape of every parameter, in forward order.
+"""The parameter shapes of the planner's built-in networks: name -> shape of every parameter, in forward order.
 
 Parameter counts are those of the implementation that each function names.
 """

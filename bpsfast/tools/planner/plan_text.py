@@ -1,4 +1,4 @@
-"""A plan as text, CSV and JSON."""
+"""The prediction of ``bpsfast plan`` as text, CSV and JSON."""
 from __future__ import annotations
 
 from math import prod

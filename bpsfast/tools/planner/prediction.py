@@ -1,4 +1,6 @@
-"""Predicts a training step for each layout: by formula, with real partitions, and what limits and improves it.
+"""For ``bpsfast plan``: predicts a step with a ring and each placement, by formula and with real partitions.
+
+It also tells what limits the step, and how many helpers (nodes without ranks) shorten it.
 
 A step is a forward pass and a backward pass, in which gradients appear layer by layer from the output (each layer with
 weights takes equally long) and pass through one link that takes the layout's time for all of them. The next forward

@@ -1,4 +1,4 @@
-"""Which machine sums which partition, and what moving it costs: in full (every machine) or folded (one per role).
+"""Simulated placement: the machine that sums each partition, and its traffic: in full (every machine) or one per role.
 
 In a *folded* layout one worker and one helper stand for all others of their role: every partition is spread over all
 owners by their optimal shares, and one transfer stands for the transfers to all peers. A step of 4,096 machines then

@@ -1,4 +1,4 @@
-"""Push and pull through summation services: partial sums to their owners, results back, as `node.dispatch` does.
+"""Simulated push and pull through summation services: partial sums to their owners, results back, as nodes send them.
 
 The job's own `NicQueue` and `WriteOrder` decide which write leaves next, and its own placement (`partition_layout`)
 decides the owners. The wire, the sums and the inside of machines are simulated.

@@ -1,4 +1,4 @@
-"""``bpsfast top``: shows a running job by the metrics that its nodes serve to Prometheus (`node.metrics_exporter`).
+"""``bpsfast top``: shows a running job by the metrics that its nodes serve to Prometheus (`node.metrics`).
 
     scrape    one GET to one node
     sample    the changes between two scrapes: rates, lag

@@ -1,4 +1,4 @@
-"""What a job did between two scrapes: the sample of ``bpsfast top`` and its JSON. Pure functions and data."""
+"""For ``bpsfast top``: what a job did between two reads of its metrics, as data and JSON. Pure functions and data."""
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A scrape: one GET to the metrics port of a node, and the parsed values by metric."""
+"""For ``bpsfast top``: one GET to the metrics port of a node, and the parsed values by metric."""
 from __future__ import annotations
 
 import http.client

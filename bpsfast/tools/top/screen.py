@@ -1,4 +1,4 @@
-"""Tables of a sample: plain columns in a log, rich tables on a terminal, with the same cells."""
+"""The tables of ``bpsfast top``: plain columns in a log, rich tables on a terminal, with the same cells."""
 from __future__ import annotations
 
 import textwrap

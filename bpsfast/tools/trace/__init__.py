@@ -1,4 +1,4 @@
-"""Readers of trace files: one trace for the whole job, arrows, summaries and priority inversions.
+"""For ``bpsfast trace``: merges a job's trace files into one with arrows, summarizes it, finds priority inversions.
 
 Design: ``bpsfast/docs/design/observability.md``.
 """

@@ -1,4 +1,4 @@
-"""Arrows from an input of a round through its sums to the result.
+"""Arrows in a job's trace from an input of a round through its sums to the result.
 
     a rank's copy (or push) -> its node's sum -> arrival at the owner -> the owner's sum -> arrival -> delivery, or wait
 

@@ -1,4 +1,4 @@
-"""Priority inversions: bytes of less urgent writes that went ahead of each write to a peer.
+"""Priority inversions in a job's trace: bytes of less urgent writes that went ahead of each write to a peer.
 
 Bytes in flight to a peer when an urgent write is ready cannot be recalled: at most one window of credit
 (`credit_queue`), or one partition if that is larger. An urgent write waits for no other less urgent bytes. A write that

@@ -1,4 +1,4 @@
-"""Search for better settings, one tunable after the other, within a time budget and against noise.
+"""For ``bpsfast tune rdma``: searches for better settings, one by one, within a time budget and against noise.
 
 The values of a tunable are measured in rounds together with the current settings, in random order. Values that fall
 behind are dropped early. The best one is accepted only if it wins a second series by more than the noise, because the

@@ -1,4 +1,4 @@
-"""The machines between which settings are tried, and the measurements between them; both sides.
+"""For ``bpsfast tune rdma``: runs `perf` between the machines, on the driving side and on the listening side.
 
 A measurement runs `perf` over one or more pairs of rails at once, each over a connection of its own. Nothing is kept
 between measurements, so the next one notices a dead machine.

@@ -1,4 +1,4 @@
-"""What the machines offer for RDMA, which settings to try with which values, and what `perf` measures for them."""
+"""For ``bpsfast tune rdma``: machines' RDMA capabilities, the settings and values to try, and their `perf` plans."""
 from __future__ import annotations
 
 import os

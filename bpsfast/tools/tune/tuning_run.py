@@ -1,4 +1,4 @@
-"""One run of ``bpsfast tune rdma`` on the driving side: what to try, the measurements, card counters, the report."""
+"""One run of ``bpsfast tune rdma`` on the driving side: its tunables, measurements, card counters and report."""
 from __future__ import annotations
 
 import random

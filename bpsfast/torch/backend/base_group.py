@@ -1,4 +1,4 @@
-"""The base of `ProcessGroup`: its names in torch, the start of a call, and the end of the group."""
+"""The base class of bpsfast's torch process group: its names and abilities for torch, the start of calls, its end."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Executes a group's calls with GPU tensors on staging buffers in shared memory, in the order of the GPU's streams.
+"""Executes a process group's calls with GPU tensors on staging buffers in shared memory, in the order of GPU streams.
 
     when called    copies to the staging buffers are enqueued, after earlier work of the caller's stream
     in its turn    the call waits for the copies, and runs as with CPU tensors

@@ -1,4 +1,4 @@
-"""Messages between the members of a group: torch's send and receive, and the barrier that names missing members."""
+"""Messages in a torch process group: torch's send and receive, and the barrier that names missing members."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Turns tensors into a group's operands: contiguous CPU memory with a dtype and an op, or just bytes."""
+"""Turns torch tensors into operands of collectives: contiguous CPU memory with a dtype and an op, or just bytes."""
 from __future__ import annotations
 
 import functools

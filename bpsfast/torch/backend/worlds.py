@@ -1,4 +1,4 @@
-"""The sessions behind process groups. The first group of some ranks makes one; later groups among these ranks share it.
+"""The sessions behind torch process groups: the first group of some ranks makes one, later groups among them share it.
 
 The default group makes a session of all ranks through torch's store, so that no other address is needed. Under
 ``bpsfast run``, or after `bpsfast.init()`, it uses the existing job. A session ends with its last group.

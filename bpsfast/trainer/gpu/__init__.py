@@ -1,4 +1,4 @@
-"""Tensors on devices inside the trainer: copies between a device and the node's segments, one round at a time.
+"""Tensors on devices (GPUs) in the trainer process: copied to the node's shared memory and back, one round at a time.
 
     devices          the devices of a session: rounds of units from a device and back, pinned segments
     device_path      tensors of a unit that lie on a device: gathered until the unit is whole, then sent

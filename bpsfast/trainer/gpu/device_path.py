@@ -1,4 +1,4 @@
-"""The device path of gradients: tensors on a device are collected until their unit is whole, then sent as one round."""
+"""Gradients on a device: collected until their unit (a tensor or a bucket) is whole, then sent as one round."""
 from __future__ import annotations
 
 import time

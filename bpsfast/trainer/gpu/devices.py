@@ -1,4 +1,4 @@
-"""The devices of a session: rounds of units whose tensors lie on them, and segments that are pinned for them.
+"""The devices (GPUs) of a session: starts rounds of sums of tensors on them, and pins shared memory for the copies.
 
 A device gets its two copy threads (`gpu.copies`) when its first tensor comes.
 """

@@ -1,4 +1,4 @@
-"""Describes why a stream failed: the operation, partition and peer, the device's error, and its usual cause."""
+"""Describes why an RDMA stream failed: the operation, partition and peer, the device's error, and its usual cause."""
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""The queue pairs to one peer, and the slots that are written over them in both directions.
+"""An RDMA link to one peer: its queue pairs, and the memory slots that are written over them in both directions.
 
     bind     this node expects a partition: a receive request is posted, and `announce` sends the address to the peer
     aim      the peer expects partitions at these addresses

@@ -1,4 +1,4 @@
-"""The messages between two nodes that use RDMA, over a connection of their own; none in steady state.
+"""The messages by which two nodes set up RDMA, over a connection of their own; none is sent in steady state.
 
     both   RdmaOffer       the ports to use, or why there are none
     both   RdmaPairs       numbers of the queue pairs, in the order of the streams
