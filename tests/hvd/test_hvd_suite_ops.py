@@ -216,15 +216,15 @@ def allreduce_differs_in_type():
 def twice(operation):
     """A name that is under way on this rank is refused at once, whatever the other ranks do; the first one completes.
     """
-    first = None
     for turn in everybody():
+        name, first = f"duplicate_name.{turn}", None
         if turn == hvd.rank():
-            first = operation("duplicate_name")
-            text = refused(ValueError, operation, "duplicate_name")
+            first = operation(name)
+            text = refused(ValueError, operation, name)
             assert "same name as another tensor that is currently being processed" in text
-        hvd.barrier()
-    hvd.synchronize(first)
-    hvd.synchronize(operation("duplicate_name"))  # and it may be used again
+        hvd.barrier()  # the others come later: else the first one could be over before the second is refused
+        hvd.synchronize(first if first is not None else operation(name))
+        hvd.synchronize(operation(name))  # and it may be used again
 
 
 @case("test_horovod_allreduce_duplicate_name_error")
