@@ -84,7 +84,7 @@ class Session:
                                 self.inspector, self.tensors.start_committed, self._node_lost,
                                 functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
                                                   node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us,
-                                                  is_crowded=settings.local_size > (os.cpu_count() or 1)))
+                                                  is_crowded=self.local_size > (os.cpu_count() or 1)))
         self.devices = Devices(self)
         self._lock = threading.RLock()
         self._extensions: dict[Callable[..., Any], _Extension] = {}

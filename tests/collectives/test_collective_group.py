@@ -160,6 +160,16 @@ def test_ranks_of_one_machine_sum_directly(job):
         direct.run(reductions, dtype)
 
 
+def is_crowded():
+    return process.current().port._make_channel.keywords["is_crowded"]
+
+
+def test_ranks_that_share_cpus_do_not_spin(job):
+    n = (os.cpu_count() or 1) + 1
+    assert job(ranks=(n,)).run(is_crowded) == [True] * n
+    assert job(ranks=(1,)).run(is_crowded) == [False]
+
+
 def test_direct_sums_beside_a_helper(job):
     """The memory of their channels is never the helper's."""
     job(ranks=(3,), helpers=1, transport="tcp", placement="ps", direct_sums="auto").run(subgroups)
