@@ -1,7 +1,6 @@
 """`horovod.tensorflow`'s allreduce, allgather, broadcast and others, for TensorFlow tensors.
 
-`bpsfast.tensorflow` carries out those that it has; for the others tensors are viewed by torch, and go through
-`bpsfast.hvd.torch`.
+`bpsfast.tensorflow` carries out those that it has, `bpsfast.hvd.torch` the others, which need PyTorch.
 """
 from __future__ import annotations
 
