@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--devices", default="rxe0,rxe1", help="device of each node (rxe0,rxe1)")
     parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
     options = parser.parse_args(arguments)
-    devices, nbytes = options.devices.split(","), parse_size(options.size)
+    devices, nbytes = options.devices.split(","), parse_size(options.size) or 0
     if len(devices) != 2 or not nbytes:
         parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
     samples = measure(devices, nbytes, options.rounds)
