@@ -130,11 +130,13 @@ def on_device(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Call
 
     These arguments are tensors or (nested) sequences of tensors.
     """
+    both = sorted({*reads, *writes})
+
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def made(self: Any, *arguments: Any, **options: Any) -> Any:
             session: Session = self.session
-            numbers = sorted({*reads, *writes} & set(range(len(arguments))))
+            numbers = [number for number in both if number < len(arguments)]
             if _current.get() is not None or not any(_is_on_device(arguments[number], session) for number in numbers):
                 return method(self, *arguments, **options)
             call = DeviceCall(session)

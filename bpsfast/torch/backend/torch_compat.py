@@ -62,23 +62,23 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     `torch.compiler.disable` does the same, but imports the compiler, which takes seconds in every process.
     """
 
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        callback = eval_frame.set_eval_frame(None)
-        try:
-            return function(*arguments, **keywords)
-        finally:
-            eval_frame.set_eval_frame(callback)
+    call: Any = function
+    if hasattr(eval_frame, "skip_code"):  # up to torch 2.6, which cannot skip what a function calls
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            callback = eval_frame.set_eval_frame(None)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                eval_frame.set_eval_frame(callback)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
-    call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    code = call.__code__  # type: ignore[attr-defined]
-    if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
-        eval_frame.skip_code(code)
+        eval_frame.skip_code(call.__code__)
     else:
-        actions = eval_frame._FrameAction
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    call._torchdynamo_disable = True
+    call._torchdynamo_disable_msg = "it talks to other processes"
+    call._torchdynamo_disable_recursive = True
     return call
 
 
@@ -155,6 +155,19 @@ _OTHERS: dict[str, tuple[_Check, str]] = {
     "input_splits": (_are_numbers, "list of int"),
 }
 
+#: Checks of the types to which nothing has to be converted: of tensors by the depth of their lists, and of others.
+_EXACT_TENSORS: tuple[_Check, ...] = (
+    _TENSORS[0][0],
+    lambda value: type(value) is list and _are_tensors(value),
+    lambda value: type(value) is list and all(map(_are_tensors, value)),
+)
+_EXACT_OTHERS: dict[str, _Check] = {"tag": lambda value: type(value) is int, "peer": lambda value: type(value) is int,
+                                    "output_splits": _are_numbers, "input_splits": _are_numbers}
+
+
+def _never(_: Any) -> bool:
+    return False
+
 
 class _Overload:
     """One overload: its tensors by name and depth, other required arguments, and optional ones."""
@@ -171,6 +184,13 @@ class _Overload:
             taken = (options, dist.AllreduceCoalescedOptions) if options is dist.AllreduceOptions else options
             self._kinds["opts"] = lambda value: value is None or isinstance(value, taken), "options"
         self._name_of = {alias: name for name in self._names for alias in (name, *_NAMES.get(name, ()))}
+        self._exact = [_EXACT_TENSORS[tensors[name]] if name in tensors else
+                       (lambda value: type(value) is options) if name == "opts" else _EXACT_OTHERS.get(name, _never)
+                       for name in self._names]
+
+    def fits(self, arguments: Sequence[Any]) -> bool:
+        """Return whether *arguments* are all of this overload's, in the very types that torch's own functions pass."""
+        return len(arguments) == len(self._exact) and all(check(value) for check, value in zip(self._exact, arguments))
 
     def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name, or None if they do not fit this overload."""
@@ -228,6 +248,8 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
 
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not keywords and first.fits(arguments):
+                return staged(self, *arguments)
             for form in made:
                 found = form.bind(arguments, keywords)
                 if found is not None:
