@@ -90,7 +90,8 @@ def bench_codecs() -> None:
               help="Number of ranks.  [default: 2; with hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Number of simulated machines on this host.  [default: 1]")
 @job_options
-@click.option("--compare", help="Also measure these in the same run: gloo, mpi.", metavar="NAME[,NAME]")
+@click.option("--compare", help="Also measure these in the same run: gloo, mpi (Open MPI), mpich, impi (Intel MPI).",
+              metavar="NAME[,NAME]")
 @click.option("--sizes", help="Sizes: every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--attach", help="Only read the counters of a running job's nodes (metrics_port).",

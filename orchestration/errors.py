@@ -32,7 +32,8 @@ class ClosedError(BpsError, RuntimeError):
 
 
 class BusyError(BpsError, RuntimeError):
-    """The caller pushed a name again before waiting for its first round. Fix the caller."""
+    """The caller pushed a name again before waiting for its first round, or made a group's call inside another one, as
+    in a signal handler. Fix the caller."""
 
 
 class PeerLostError(BpsError, ConnectionError):

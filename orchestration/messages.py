@@ -52,7 +52,8 @@ class TensorSpec(Record):
     `ranks`: the only ranks that declare and push it, ascending; empty: all. `codec`: how it is compressed between
     nodes; None: not. A tensor with a codec is fused with nothing. `store`: its owners keep it as weights. `islands`:
     the ranks of a machine sum it among their GPUs first, as that machine's strategy says. `on_device`: the first rank
-    has it on a device, and the CPU does not copy it.
+    has it on a device, and the CPU does not copy it. `direct`: its ranks may sum it themselves, if all run on one
+    machine, in shared memory which their node then adds; one rank that declares it without is enough that it does not.
 
     Or `op` is "rows" (`partition.ROWS`): `shape` is that of a table; an input, and the sum, are a few of its rows, at
     most `max_rows` together. It is fused with nothing.
@@ -75,6 +76,7 @@ class TensorSpec(Record):
     store: StoreSpec | None = None
     islands: bool = False
     on_device: bool = False
+    direct: bool = False
 
 
 class MemberPlan(Record):
@@ -108,7 +110,7 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """The plan of one unit: a tensor, or a group of small ones. `stride`: bytes between its partitions.
 
-    `n_streams`, `op`, `ranks`, `codec`, `store`, `islands`, `edition_of`: as of its members (`TensorSpec`).
+    `n_streams`, `op`, `ranks`, `codec`, `store`, `islands`, `edition_of`, `direct`: as of its members (`TensorSpec`).
     `frame_rows`: of the op "rows" the most rows in a partition's frame; `nbytes` is then the room for the frames. With
     a store each worker has a unit with the same members, partitioned and placed alike: `ranks` are the worker's,
     `store_unit` is the first worker's unit, `n_workers` their number. Rounds are counted modulo 2^32, from
@@ -135,6 +137,7 @@ class UnitPlan(Record):
     first_round: int = 1
     edition_of: str = ""
     islands: bool = False
+    direct: bool = False
 
 
 class LagRow(Record):
@@ -759,7 +762,10 @@ class Attached(Message):
 
 
 class SegmentShared(Message):
-    """Segment `segment` of `owner` ("rank": your inputs, "result:N": node N's results), with its descriptor."""
+    """Segment `segment` of `owner`, with its descriptor.
+
+    "rank": your inputs, "result:N": node N's results, "channel": memory for direct sums.
+    """
 
     owner: str
     segment: int
@@ -844,10 +850,14 @@ class Extent(Record):
 
 
 class UnitReady(Record):
-    """A committed unit, and where its results appear, part by part."""
+    """A committed unit, and where its results appear, part by part.
+
+    `channel`: (segment, byte offset) of the memory in which its ranks may sum it directly; empty: there is none.
+    """
 
     plan: UnitPlan
     extents: tuple[Extent, ...]
+    channel: tuple[int, ...] = ()
 
 
 class Declared(Message):

@@ -35,10 +35,14 @@
 #define BPS_DIRECT_SLOTS 4u
 #define BPS_DIRECT_FAR_NBYTES (1u << 20) /* larger sums fetch the lines of other ranks ahead */
 #define BPS_DIRECT_AHEAD 8192u
+#define BPS_DIRECT_OWN_NBYTES 2048u /* fetched for writing before a sum begins */
 
-/* `bps_port`'s, and: the ranks do not make the same call; what `check` has raised. */
+/* `bps_port`'s, and: the ranks do not make the same call; what `check` has raised; a rank does not take part, and no
+ * byte was written. */
 enum { BPS_DIRECT_DONE = 0, BPS_DIRECT_TIMED_OUT = 1, BPS_DIRECT_ABORTED = 2, BPS_DIRECT_NODE_DIED = 3,
-       BPS_DIRECT_DIFFERENT = 5, BPS_DIRECT_RAISED = 6 };
+       BPS_DIRECT_DIFFERENT = 5, BPS_DIRECT_RAISED = 6, BPS_DIRECT_DECLINED = 7 };
+
+#define BPS_DIRECT_NOT_HERE UINT64_MAX /* in place of the number of bytes, of a rank that declines */
 
 /* By which a rank is woken. */
 struct bps_direct_rank {
@@ -66,17 +70,22 @@ struct bps_direct_port {
     const void *board;
     int n, me, node_pidfd, is_crowded;
     uint64_t awake_ns, *waiting; /* CPUs on which ranks wait awake; see cpu_separation.h */
+    const uint32_t *awaited; /* the word that the last wait which was not over at once is for: it is to be `want` */
+    uint32_t want;
+    int awaited_rank;
     struct bps_separation separation;
 };
 
 /* How a call is made: when it gives up, what lets other threads run while it waits (`release` and `take`), and what
  * looks at signals; `check` ends the call if it returns anything but 0. Functions may be NULL. */
 struct bps_direct_call {
-    uint64_t deadline_ns;
+    uint64_t deadline_ns, slice_ns; /* slice: `check` is called as often; 0: BPS_DIRECT_SLICE_NS */
     void *(*release)(void);
     void (*take)(void *);
     int (*check)(void *);
     void *context; /* of `check` */
+    const struct bps_channel *summing; /* a wait for the first chunk, `first`, of a sum ends if any rank declines */
+    uint32_t first;
     int n_waits; /* that were not over after a few spins */
 };
 
@@ -108,7 +117,9 @@ static inline struct bps_channel_layout bps_direct_layout(int n, uint64_t most)
     int has_boxes = most > small;
     layout.cell_nbytes = bps_direct_up(most < small ? most : small, BPS_SUM_LINE);
     layout.n_slots = has_boxes ? (most <= BPS_DIRECT_CHUNK ? 1 : BPS_DIRECT_SLOTS) : 0;
-    layout.box_nbytes = has_boxes ? bps_direct_up(most < BPS_DIRECT_CHUNK ? most : BPS_DIRECT_CHUNK, BPS_SUM_LINE) : 0;
+    /* for each rank about as many bytes as the tensor has, up to four whole chunks */
+    uint64_t box = layout.n_slots > 1 ? (most + layout.n_slots - 1) / layout.n_slots : most;
+    layout.box_nbytes = has_boxes ? bps_direct_up(box < BPS_DIRECT_CHUNK ? box : BPS_DIRECT_CHUNK, 2 * BPS_SUM_LINE) : 0;
     layout.lines = (uint64_t)n * sizeof(struct bps_direct_rank);
     layout.cells = layout.lines + (uint64_t)n * sizeof(struct bps_direct_line);
     /* cells and boxes have different writers: a page apart, so that no prefetcher joins them */
@@ -192,11 +203,24 @@ static inline int bps_direct_yield(struct bps_direct_port *port, const uint32_t 
     return 0;
 }
 
+/* Whether a rank has declined the present sum, whose first chunk is `first`. */
+static inline int bps_direct_is_declined(const struct bps_channel *channel, uint32_t first)
+{
+    for (int r = 0; channel != NULL && r < channel->port.n; r++)
+        if (bps_reached(bps_load(&channel->lines[r].published), first)
+            && channel->lines[r].header[channel->calls & 1].nbytes == BPS_DIRECT_NOT_HERE)
+            return 1;
+    return 0;
+}
+
 static __attribute__((noinline)) int bps_direct_wait_long(struct bps_direct_port *port, const uint32_t *word,
                                                           uint32_t want, int peer, struct bps_direct_call *call)
 {
     uint64_t now_ns = bps_now_ns();
     int status = BPS_DIRECT_DONE, cpu = -1;
+    port->want = want;
+    port->awaited_rank = peer;
+    port->awaited = word;
     void *held = call->release != NULL ? call->release() : NULL;
     call->n_waits++;
     if (port->waiting != NULL && __atomic_load_n(&port->ranks[peer].cpu, __ATOMIC_RELAXED) == bps_direct_cpu()
@@ -208,12 +232,15 @@ static __attribute__((noinline)) int bps_direct_wait_long(struct bps_direct_port
     while (!has && status == BPS_DIRECT_DONE) {
         status = bps_direct_trouble(port, 0);
         now_ns = bps_now_ns();
+        if (status == BPS_DIRECT_DONE && bps_direct_is_declined(call->summing, call->first))
+            status = BPS_DIRECT_DECLINED;
         if (status == BPS_DIRECT_DONE && now_ns >= call->deadline_ns)
             status = BPS_DIRECT_TIMED_OUT;
         if (status != BPS_DIRECT_DONE)
             break;
         uint64_t left_ns = call->deadline_ns - now_ns;
-        int look = bps_direct_sleep(port, word, want, left_ns < BPS_DIRECT_SLICE_NS ? left_ns : BPS_DIRECT_SLICE_NS);
+        uint64_t slice_ns = call->slice_ns != 0 ? call->slice_ns : BPS_DIRECT_SLICE_NS;
+        int look = bps_direct_sleep(port, word, want, left_ns < slice_ns ? left_ns : slice_ns);
         has = bps_reached(bps_load(word), want);
         if (!has && look) {
             status = bps_direct_trouble(port, 1);
@@ -221,6 +248,8 @@ static __attribute__((noinline)) int bps_direct_wait_long(struct bps_direct_port
                 status = BPS_DIRECT_RAISED;
         }
     }
+    if (status == BPS_DIRECT_DONE || status == BPS_DIRECT_DECLINED)
+        port->awaited = NULL;
     if (call->take != NULL)
         call->take(held);
     return status;
@@ -303,12 +332,22 @@ static inline void bps_direct_say(struct bps_channel *channel, uint64_t nbytes, 
     own->header[parity].call = what;
 }
 
+/* Calls without boxes read no `reduced`: it only must not look ahead after 2^31 of them. Its line is often fetched by other
+ * ranks together with the one before, so a store costs more than the rest of such a call. */
+static inline void bps_direct_follow(struct bps_direct_line *own, uint32_t number)
+{
+    if (__builtin_expect(number % (1u << 20) == 0, 0))
+        bps_store(&own->reduced, number);
+}
+
 static inline int bps_direct_agree(const struct bps_channel *channel, int r, uint64_t nbytes, uint64_t what)
 {
     const struct bps_direct_line *line = &channel->lines[r];
     uint32_t parity = channel->calls & 1;
     int is_same = line->header[parity].nbytes == nbytes && line->header[parity].call == what;
-    return __builtin_expect(is_same, 1) ? BPS_DIRECT_DONE : BPS_DIRECT_DIFFERENT;
+    if (__builtin_expect(is_same, 1))
+        return BPS_DIRECT_DONE;
+    return line->header[parity].nbytes == BPS_DIRECT_NOT_HERE ? BPS_DIRECT_DECLINED : BPS_DIRECT_DIFFERENT;
 }
 
 static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
@@ -321,8 +360,10 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
     bps_direct_say(channel, nbytes, sum->call);
     uint64_t parity = channel->calls & 1;
     memcpy(channel->cells + ((uint64_t)me * 2 + parity) * channel->cell_nbytes, from, nbytes);
-    bps_store(&channel->lines[me].reduced, round); /* else it would look ahead after 2^31 calls */
+    bps_direct_follow(&channel->lines[me], round);
     bps_direct_publish(port, &channel->lines[me].published, round);
+    call->summing = channel;
+    call->first = round;
     for (int r = 0; r < n; r++) {
         loop.inputs[r] = channel->cells + ((uint64_t)r * 2 + parity) * channel->cell_nbytes;
         if (r == me)
@@ -330,6 +371,8 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
         BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].published, round, r, call));
         BPS_DIRECT_TRY(bps_direct_agree(channel, r, nbytes, sum->call));
     }
+    if (nbytes % BPS_SUM_LINE == 0)
+        loop.inputs[me] = (char *)(uintptr_t)from; /* whose lines no other rank reads */
     loop.to = to;
     loop.ahead = NULL;
     loop.nbytes = nbytes;
@@ -339,7 +382,7 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
     loop.back = 0;
     loop.far_nbytes = 0;
     if (to != NULL)
-        bps_sum_run(sum->kernel, &loop);
+        bps_sum_run_padded(sum->kernel, &loop);
     return BPS_DIRECT_DONE;
 }
 
@@ -358,6 +401,29 @@ static inline uint64_t bps_direct_chunk(const struct bps_direct_chunks *chunks, 
 static inline char *bps_direct_box(const struct bps_channel *channel, int r, uint32_t chunk)
 {
     return channel->boxes + ((uint64_t)r * channel->n_slots + chunk % channel->n_slots) * channel->box_nbytes;
+}
+
+#if defined(__x86_64__)
+#define BPS_FETCH_OWN(at) __asm__ __volatile__("prefetchw (%0)" ::"r"(at)) /* the builtin makes it a read before AVX-512 */
+#else
+#define BPS_FETCH_OWN(at) __builtin_prefetch(at, 1, 3)
+#endif
+
+/* A sum of nbytes is about to begin: fetch the lines that it writes first, and that others have read, for writing. So that
+ * goes on while the caller's arguments are looked at. */
+static inline void bps_direct_prepare(const struct bps_channel *channel, uint64_t nbytes)
+{
+    int me = channel->port.me;
+    const char *at = channel->cells + ((uint64_t)me * 2 + ((channel->calls + 1) & 1)) * channel->cell_nbytes;
+    BPS_FETCH_OWN(&channel->lines[me]);
+    if (nbytes > channel->cell_nbytes) {
+        BPS_FETCH_OWN(&channel->lines[me].reduced);
+        uint64_t chunk = nbytes < channel->box_nbytes ? nbytes : channel->box_nbytes, length;
+        bps_direct_part(chunk, channel->port.n, me == 0, &length, &nbytes);
+        at = bps_direct_box(channel, me, channel->chunks + 1) + length;
+    }
+    for (uint64_t i = 0; i < nbytes && i < BPS_DIRECT_OWN_NBYTES; i += BPS_SUM_LINE)
+        BPS_FETCH_OWN(at + i);
 }
 
 /* Put the parts of chunk k that others own into the own box. */
@@ -384,6 +450,8 @@ static inline int bps_direct_reduce(struct bps_channel *channel, const struct bp
     uint64_t at, length;
     bps_direct_part(bps_direct_chunk(chunks, k), port->n, port->me, &at, &length);
     const char *own = chunks->from + k * chunks->chunk + at;
+    call->summing = k == 0 ? channel : NULL;
+    call->first = number;
     for (int r = 0; r < port->n; r++) {
         loop.inputs[r] = r == port->me ? (char *)(uintptr_t)own : bps_direct_box(channel, r, number) + at;
         if (r == port->me)
@@ -392,6 +460,7 @@ static inline int bps_direct_reduce(struct bps_channel *channel, const struct bp
         if (k == 0)
             BPS_DIRECT_TRY(bps_direct_agree(channel, r, chunks->nbytes, sum->call));
     }
+    call->summing = NULL;
     /* the place of the own part in the own box is free */
     loop.to = chunks->to != NULL ? chunks->to + k * chunks->chunk + at : bps_direct_box(channel, port->me, number) + at;
     loop.ahead = k + 1 < chunks->n ? own + chunks->chunk : NULL;
@@ -424,12 +493,18 @@ static inline int bps_direct_take(struct bps_channel *channel, const struct bps_
     return BPS_DIRECT_DONE;
 }
 
+/* The size of the chunks of a sum of more than a cell. */
+static inline uint64_t bps_direct_chunk_nbytes(const struct bps_channel *channel, uint64_t nbytes)
+{
+    if (channel->port.n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
+        return channel->box_nbytes / 2;
+    return channel->box_nbytes;
+}
+
 static inline int bps_direct_sum_boxes(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                        const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
-    uint64_t chunk = channel->box_nbytes;
-    if (channel->port.n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
-        chunk /= 2;
+    uint64_t chunk = bps_direct_chunk_nbytes(channel, nbytes);
     struct bps_direct_chunks chunks = {from, to, nbytes, chunk, (nbytes + chunk - 1) / chunk, channel->chunks + 1};
     channel->chunks += (uint32_t)chunks.n;
     bps_direct_say(channel, nbytes, sum->call);
@@ -444,9 +519,27 @@ static inline int bps_direct_sum_boxes(struct bps_channel *channel, char *to, co
     return BPS_DIRECT_DONE;
 }
 
+/* Have published all chunks of the present call, which this rank does not go on with. */
+static inline void bps_direct_skip(struct bps_channel *channel)
+{
+    struct bps_direct_line *own = &channel->lines[channel->port.me];
+    bps_store(&own->reduced, channel->chunks);
+    bps_direct_publish(&channel->port, &own->published, channel->chunks);
+}
+
+/* Take no part in a sum of nbytes. The other ranks find that out before they write a result (BPS_DIRECT_DECLINED). All
+ * ranks must know by other means that all are in this sum, before one begins the next: so headers stay until read. */
+static inline void bps_direct_decline(struct bps_channel *channel, uint64_t nbytes)
+{
+    uint64_t chunk = bps_direct_chunk_nbytes(channel, nbytes);
+    channel->chunks += nbytes <= channel->cell_nbytes ? 1 : (uint32_t)((nbytes + chunk - 1) / chunk);
+    bps_direct_say(channel, BPS_DIRECT_NOT_HERE, 0);
+    bps_direct_skip(channel);
+}
+
 /* Sum nbytes of all ranks, at `from`, to `to`, which is the same memory or does not overlap it; NULL: nowhere. One
- * thread at a time uses a channel; after anything but BPS_DIRECT_DONE it is of no use any more, and `to` is partly
- * written. */
+ * thread at a time uses a channel; after anything but BPS_DIRECT_DONE and BPS_DIRECT_DECLINED it is of no use any more,
+ * and `to` is partly written. */
 static inline int bps_direct_all_reduce(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                         const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
@@ -454,6 +547,8 @@ static inline int bps_direct_all_reduce(struct bps_channel *channel, char *to, c
     int status = nbytes <= channel->cell_nbytes ? bps_direct_sum_cells(channel, to, from, nbytes, sum, call)
                                                 : bps_direct_sum_boxes(channel, to, from, nbytes, sum, call);
     bps_float_leave(own);
+    if (__builtin_expect(status == BPS_DIRECT_DECLINED, 0))
+        bps_direct_skip(channel);
     return status;
 }
 
@@ -465,7 +560,7 @@ static inline int bps_direct_meet(struct bps_channel *channel, uint64_t nbytes, 
 {
     struct bps_direct_port *port = &channel->port;
     uint32_t number = ++channel->chunks;
-    bps_store(&channel->lines[port->me].reduced, number); /* else it would look ahead after 2^31 calls */
+    bps_direct_follow(&channel->lines[port->me], number);
     bps_direct_publish(port, &channel->lines[port->me].published, number);
     for (int r = 0; r < port->n; r++) {
         if (r == port->me)
@@ -505,6 +600,7 @@ static inline int bps_direct_copy_boxes(struct bps_channel *channel, int root, c
             BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[root].published, number, root, call));
             if (memory != NULL)
                 memcpy(memory + at, box, length);
+            bps_store(&own->published, number); /* or the root would count it as missing */
             bps_direct_publish(port, &own->reduced, number);
         }
     }
@@ -548,6 +644,112 @@ static inline int bps_direct_all_gather(struct bps_channel *channel, char *const
         if (places[r] != NULL)
             memcpy(places[r], cells + (uint64_t)r * 2 * channel->cell_nbytes, nbytes[r]);
     return BPS_DIRECT_DONE;
+}
+
+/* What a rank gives to, and takes from, each rank: 0 bytes need no place. */
+struct bps_direct_pieces {
+    const char *from[BPS_SUM_RANKS];
+    char *to[BPS_SUM_RANKS];
+    uint64_t given[BPS_SUM_RANKS], wanted[BPS_SUM_RANKS];
+    uint64_t offered[BPS_SUM_RANKS]; /* to this rank, by each; only as many bytes as are wanted are taken */
+    uint64_t in_cell[BPS_SUM_RANKS]; /* where the offered bytes lie in the cell of each; 0: they come through boxes */
+};
+
+/* In an all-to-all a cell begins with a table: how many bytes its rank has for each. If they fit, they follow. */
+static inline char *bps_direct_cell(const struct bps_channel *channel, int r)
+{
+    return channel->cells + ((uint64_t)r * 2 + (channel->calls & 1)) * channel->cell_nbytes;
+}
+
+/* Where in a cell with such a table the bytes for rank q begin; 0: they do not fit. */
+static inline uint64_t bps_direct_place(const struct bps_channel *channel, const uint64_t *table, int q)
+{
+    uint64_t n = (uint64_t)channel->port.n, at = n * sizeof *table, end = at;
+    for (uint64_t i = 0; i < n; i++) {
+        if (table[i] > channel->cell_nbytes)
+            return 0;
+        at += i < (uint64_t)q ? table[i] : 0;
+        end += table[i];
+    }
+    return end <= channel->cell_nbytes ? at : 0;
+}
+
+static inline void bps_direct_give(struct bps_channel *channel, const struct bps_direct_pieces *pieces, uint64_t begin,
+                                   uint64_t part, uint32_t number)
+{
+    struct bps_direct_port *port = &channel->port;
+    char *box = bps_direct_box(channel, port->me, number);
+    for (int r = 0; r < port->n; r++)
+        if (r != port->me && pieces->given[r] > begin)
+            memcpy(box + (uint64_t)r * part, pieces->from[r] + begin,
+                   pieces->given[r] - begin < part ? pieces->given[r] - begin : part);
+    bps_direct_publish(port, &channel->lines[port->me].published, number);
+}
+
+static inline int bps_direct_accept(struct bps_channel *channel, const struct bps_direct_pieces *pieces, uint64_t begin,
+                                    uint64_t part, uint32_t number, struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    for (int i = 1; i < port->n; i++) {
+        int r = (port->me + i) % port->n;
+        uint64_t nbytes = pieces->offered[r];
+        if (nbytes <= begin || pieces->in_cell[r] != 0)
+            continue;
+        BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].published, number, r, call));
+        if (nbytes == pieces->wanted[r])
+            memcpy(pieces->to[r] + begin, bps_direct_box(channel, r, number) + (uint64_t)port->me * part,
+                   nbytes - begin < part ? nbytes - begin : part);
+    }
+    bps_direct_publish(port, &channel->lines[port->me].reduced, number);
+    return BPS_DIRECT_DONE;
+}
+
+/* Give and take `pieces` of any sizes, in a channel for any number of bytes. Who has more than fits into its cell gives
+ * as many bytes to every rank in each chunk, and all ranks make as many chunks as the largest of such pieces has. */
+static inline int bps_direct_all_to_all(struct bps_channel *channel, struct bps_direct_pieces *pieces, uint64_t what,
+                                        struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    int n = port->n, me = port->me;
+    uint64_t part = channel->box_nbytes / (uint64_t)n / BPS_SUM_LINE * BPS_SUM_LINE;
+    uint64_t table[BPS_SUM_RANKS], most = 0; /* a copy of what others might change */
+    uint64_t table_nbytes = (uint64_t)n * sizeof *table;
+    bps_direct_say(channel, 0, what);
+    for (int r = 0; r < n; r++)
+        table[r] = r == me ? 0 : pieces->given[r];
+    int fits = bps_direct_place(channel, table, 0) != 0;
+    memcpy(bps_direct_cell(channel, me), table, table_nbytes);
+    for (int r = 0; fits && r < n; r++)
+        if (table[r] != 0)
+            memcpy(bps_direct_cell(channel, me) + bps_direct_place(channel, table, r), pieces->from[r], table[r]);
+    if (pieces->given[me] == pieces->wanted[me] && pieces->given[me] != 0 && pieces->to[me] != pieces->from[me])
+        memcpy(pieces->to[me], pieces->from[me], pieces->given[me]);
+    BPS_DIRECT_TRY(bps_direct_meet(channel, 0, what, call));
+    for (int r = 0; r < n; r++) {
+        memcpy(table, bps_direct_cell(channel, r), table_nbytes);
+        pieces->offered[r] = r == me ? pieces->given[me] : table[me];
+        pieces->in_cell[r] = bps_direct_place(channel, table, me);
+        for (int q = 0; pieces->in_cell[r] == 0 && q < n; q++)
+            most = table[q] > most ? table[q] : most;
+    }
+    uint64_t n_chunks = (most + part - 1) / part;
+    uint32_t before = channel->chunks;
+    channel->chunks += (uint32_t)n_chunks;
+    for (uint64_t i = 0; i <= n_chunks; i++) {
+        uint32_t number = before + 1 + (uint32_t)i;
+        if (i < n_chunks) {
+            if (i >= channel->n_slots)
+                BPS_DIRECT_TRY(bps_direct_await_copies(channel, number - channel->n_slots, call));
+            bps_direct_give(channel, pieces, fits ? UINT64_MAX : i * part, part, number);
+        }
+        for (int r = 0; i == 0 && r < n; r++) /* not earlier: input and result may be the same memory */
+            if (r != me && pieces->in_cell[r] != 0 && pieces->offered[r] != 0
+                && pieces->offered[r] == pieces->wanted[r])
+                memcpy(pieces->to[r], bps_direct_cell(channel, r) + pieces->in_cell[r], pieces->offered[r]);
+        if (i > 0)
+            BPS_DIRECT_TRY(bps_direct_accept(channel, pieces, (i - 1) * part, part, number - 1, call));
+    }
+    return n_chunks == 0 ? BPS_DIRECT_DONE : bps_direct_await_copies(channel, channel->chunks, call);
 }
 
 static inline int bps_direct_barrier(struct bps_channel *channel, uint64_t what, struct bps_direct_call *call)

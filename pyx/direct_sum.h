@@ -359,6 +359,24 @@ static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
     memcpy(call->to + whole, result, rest);
 }
 
+/* The same where the inputs can be read up to the end of their last line. */
+static inline void bps_sum_run_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
+{
+    char result[BPS_SUM_LINE], *to = call->to;
+    uint64_t rest = call->nbytes % BPS_SUM_LINE, whole = call->nbytes - rest;
+    call->nbytes = whole;
+    if (whole != 0)
+        kernel(call);
+    if (rest == 0)
+        return;
+    for (int r = 0; r < call->n; r++)
+        call->inputs[r] += whole;
+    call->to = result;
+    call->nbytes = BPS_SUM_LINE;
+    kernel(call);
+    memcpy(to + whole, result, rest);
+}
+
 /* -- the floating-point environment ------------------------------------------------------------------------------------ */
 
 #if defined(__x86_64__)

@@ -46,8 +46,9 @@ struct bps_lane {
     uint32_t magic;
     uint32_t capacity;
     struct bps_tally tally;
-    uint32_t head;
-    uint32_t pad1[15];
+    uint32_t head, pad0;
+    uint64_t direct_calls, direct_nbytes; /* direct calls of the rank, and its input in them; as `tally` */
+    uint32_t pad1[10];
     uint32_t tail;
     uint32_t pad2[15];
     uint32_t sleepers;
@@ -99,6 +100,12 @@ static inline uint32_t bps_lane_capacity(const struct bps_lane *lane, uint64_t n
 static inline void bps_count(uint64_t *counter, uint64_t amount)
 {
     __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
+}
+
+/* The same where one thread at a time adds to the counter, such as one that holds the GIL. */
+static inline void bps_count_alone(uint64_t *counter, uint64_t amount)
+{
+    __atomic_store_n(counter, __atomic_load_n(counter, __ATOMIC_RELAXED) + amount, __ATOMIC_RELAXED);
 }
 
 static inline uint64_t bps_counted(const uint64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }

@@ -9,6 +9,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
@@ -342,16 +343,14 @@ cdef class Port:
         reason = PyBytes_FromStringAndSize(<char *>self.port.board + BPS_REASON_OFFSET, BPS_REASON_NBYTES)
         return state, reason.split(b"\0", 1)[0].decode(errors="replace")
 
-    def next_step(self):
-        """End the step that goes on and begin the next; return the time in ns. Nothing, and 0, once closed.
+    @property
+    def native(self):
+        """The native port, for `pyx.direct`, as long as this object lives."""
+        return PyCapsule_New(&self.port, "bps_port", NULL)
 
-        The first step is not counted. The GIL is held, so `close` cannot come in between.
-        """
-        cdef uint64_t now_ns = bps_now_ns()
-        if not self.open:
-            return 0
-        bps_steps_next(&self.port.steps, &self.port.lane.tally, now_ns)
-        return now_ns
+    def sample_from(self, uint64_t time_ns):
+        """Set when `Rounds` asks for the next sample of the speed."""
+        self.port.steps.sample_ns = time_ns
 
     def steps(self):
         """Return (number of steps, their sums, the last one); the latter each (step, exposed, communication, hidden).
@@ -362,12 +361,15 @@ cdef class Port:
             raise ValueError("this port is closed")
         return _steps(&self.port.lane.tally, &self.port.steps.last)
 
-    def note_direct(self, uint32_t part, uint32_t round, uint64_t nbytes, uint64_t begin_ns):
-        """Note a call among ranks that has begun at *begin_ns* and is over: for the trace, and as blocking the trainer.
-        """
+    def note_direct(self, uint64_t begin_ns, uint64_t nbytes):
+        """Note a direct call with *nbytes* of input, which has begun at *begin_ns* and is over."""
+        cdef uint64_t now_ns
         if self.open:
-            bps_record_add(&self.port.records, BPS_WAIT, 0, part, round, nbytes, begin_ns, bps_now_ns())
-            bps_steps_blocked(&self.port.lane.tally, begin_ns)
+            now_ns = bps_now_ns()
+            bps_steps_result(&self.port.steps, now_ns)
+            bps_count(&self.port.lane.tally.exposed_ns, now_ns - begin_ns)
+            bps_count_alone(&self.port.lane.direct_calls, 1)
+            bps_count_alone(&self.port.lane.direct_nbytes, nbytes)
 
     def count_stall(self):
         """Add one stall to what the node sees of this rank; nothing once closed."""
@@ -382,6 +384,7 @@ cdef class Port:
         """Release the three buffers. Idempotent; no thread may be inside another method."""
         if self.open:
             self.open = False
+            self.port.lane = NULL  # so `Rounds` counts no steps any more
             PyBuffer_Release(&self.lane_view)
             PyBuffer_Release(&self.board_view)
             PyBuffer_Release(&self.doorbell_view)

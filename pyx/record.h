@@ -16,7 +16,7 @@
 
 enum { BPS_COPY_IN = 1, BPS_QUEUE = 2, BPS_SUM = 3, BPS_WIRE = 4, BPS_WAIT = 5, BPS_DELIVER = 6, BPS_GATHER = 7,
        BPS_RECEIVE = 8, BPS_PUSH = 9, BPS_APPLY = 10, BPS_ANSWER = 11, BPS_TO_HOST = 12,
-       BPS_TO_DEVICE = 13 };
+       BPS_TO_DEVICE = 13, BPS_DIRECT = 14 };
 
 struct bps_record {
     uint64_t begin_ns, end_ns;

@@ -71,7 +71,8 @@ def tally(buffer):
         return {"steps": bps_counted(&lane.tally.steps), "step_ns": bps_counted(&lane.tally.step_ns),
                 "exposed_ns": bps_counted(&lane.tally.step_exposed_ns),
                 "communication_ns": bps_counted(&lane.tally.communication_ns),
-                "hidden_ns": bps_counted(&lane.tally.hidden_ns), "stalls": bps_counted(&lane.tally.stalls)}
+                "hidden_ns": bps_counted(&lane.tally.hidden_ns), "stalls": bps_counted(&lane.tally.stalls),
+                "direct_calls": bps_counted(&lane.direct_calls), "direct_bytes": bps_counted(&lane.direct_nbytes)}
     finally:
         PyBuffer_Release(&view)
 

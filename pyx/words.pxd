@@ -27,7 +27,9 @@ cdef extern from "lane.h" nogil:
     struct bps_lane:
         uint32_t magic, capacity, sleepers
         bps_tally tally
+        uint64_t direct_calls, direct_nbytes
     void bps_count(uint64_t *, uint64_t)
+    void bps_count_alone(uint64_t *, uint64_t)
     uint64_t bps_counted(uint64_t *)
     enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE
     int bps_lane_push(bps_lane *, uint32_t, bps_entry *)
@@ -38,8 +40,10 @@ cdef extern from "steps.h" nogil:
     struct bps_step:
         uint64_t step_ns, exposed_ns, communication_ns, hidden_ns
     struct bps_steps:
+        uint64_t n_begun, sample_ns
         bps_step last
     void bps_steps_blocked(bps_tally *, uint64_t)
+    void bps_steps_result(bps_steps *, uint64_t)
     void bps_steps_next(bps_steps *, bps_tally *, uint64_t)
 
 cdef extern from "board.h" nogil:
@@ -55,7 +59,7 @@ cdef extern from "record.h" nogil:
     struct bps_trace:
         bps_record *records
         uint64_t capacity, used
-    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
+    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST, BPS_DIRECT
     int bps_trace_open(bps_trace *, uint64_t, uint32_t, uint32_t)
     void bps_record_add(bps_trace *, int, int, uint32_t, uint32_t, uint64_t, uint64_t, uint64_t)
 

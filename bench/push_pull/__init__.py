@@ -11,7 +11,7 @@ from typing import Any
 from bpsfast.bench.harness import peers
 from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
-from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
+from bpsfast.bench.push_pull import mpi_environments, one_machine, over_hosts, paired, two_nodes
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
 from bpsfast.orchestration.errors import ConfigError
@@ -24,9 +24,10 @@ _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
-    *options*, each of which may be missing or None: n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M":
-    every power of two; or "4K,1M"), api (numpy, torch, both), json_path, quick. *hosts*: where the ranks run, if not on
-    this machine; it then has n_ranks and n_nodes. Raises `ConfigError` if an option makes no sense.
+    *options*, each of which may be missing or None: n_ranks, n_nodes (1 or 2), compare
+    ("gloo,mpi,mpich,impi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy, torch, both), json_path,
+    quick. *hosts*: where the ranks run, if not on this machine; it then has n_ranks and n_nodes. Raises `ConfigError`
+    if an option makes no sense.
     """
     given = BenchRun("push_pull", options)
     n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.quick
@@ -41,13 +42,19 @@ def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> lis
     played = 1 if hosts is not None else n_nodes
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[played])
     operations = _operations(given.get("api", "both"), n_nodes)
-    chosen = _peers(given.get("compare") or "")
+    chosen, libraries = _peers(given.get("compare") or "")
+    new = [each for each in libraries if each not in peers.VARIANTS]
+    if new and (hosts is not None or n_nodes != 1):
+        raise ConfigError(f"compare {', '.join(new)}: only on one machine, by ranks that both libraries start")
     if hosts is not None:
         if set(chosen) - {"gloo"}:
             raise ConfigError(f"compare {', '.join(chosen)}: between hosts it is gloo that is compared with")
         records = over_hosts.run(Plan(wanted, n_ranks, operations[:1], chosen, quick), hosts)
     elif n_nodes == 1:
-        records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
+        plan = Plan(wanted, n_ranks, operations, chosen, quick, libraries=libraries)
+        records = one_machine.run(plan)
+        if libraries:
+            records += paired.run(plan, libraries)
     else:
         records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick))
     return given.finish(records)
@@ -63,12 +70,15 @@ def _operations(api: str, n_nodes: int) -> tuple[str, ...]:
     return operations if n_nodes == 1 else operations[:1]
 
 
-def _peers(text: str) -> tuple[str, ...]:
-    found = []
-    for name in parse_names("--compare", text, peers.VARIANTS) if text else ():
-        lacking = peers.missing(name)
-        if lacking is None:
-            found.append(name)
-        else:
+def _peers(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the peers with processes of their own, and the MPI libraries whose processes are ours, too."""
+    found, libraries = [], []
+    known = dict.fromkeys((*peers.VARIANTS, *mpi_environments.NAMES))
+    for name in parse_names("--compare", text, known) if text else ():
+        lacking = peers.missing(name) if name in peers.VARIANTS else mpi_environments.missing(name)
+        if lacking is not None:
             print(lacking)
-    return tuple(found)
+            continue
+        found += [name] if name in peers.VARIANTS else []
+        libraries += [name] if name in mpi_environments.NAMES else []
+    return tuple(found), tuple(libraries)

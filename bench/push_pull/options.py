@@ -4,10 +4,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+#: Begins the lines of JSON that rank 0 of `paired_rank` prints.
+PAIRED = "paired "
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name."""
+    """Sizes in bytes, ranks, our operations ("numpy", "torch"), peers by name.
+
+    `libraries`: of MPI, beside which one process measures both (`paired`).
+    """
 
     sizes: tuple[int, ...]
     n_ranks: int
@@ -15,6 +20,7 @@ class Plan:
     peers: tuple[str, ...]
     quick: bool
     say: Callable[[str], None] = print
+    libraries: tuple[str, ...] = ()
 
     @property
     def n_rounds(self) -> int:

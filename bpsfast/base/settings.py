@@ -151,8 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "how long a waiting thread yields its core before it sleeps; a rank waits four times as long while its waits "
         "end within that time", "us", ge=0, le=10_000)] = 50
     direct_sums: Annotated[Literal["auto", "off"], _about(
-        "auto: the ranks of a job on one machine themselves carry out collectives of groups in shared memory; "
-        "off: their node does", agree=True)] = "off"
+        "auto: the ranks of a job on one machine themselves carry out collectives of groups, and push_pulls that wait, "
+        "in shared memory; off: their node does", agree=True)] = "auto"
     sums: Annotated[Literal["on", "off"], _about(
         "off: skip the sums, so results are wrong (for benchmarks only)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about(

@@ -31,13 +31,15 @@ KINDS: dict[int, tuple[str, bool]] = {
     11: ("answer", False),  # the weights are copied for a worker
     12: ("to host", True),  # copied from a device to the host; several may be in flight
     13: ("to device", True),  # copied back
+    14: ("direct", False),  # a rank sums a tensor with the other ranks of its machine; `round` counts all its pushes
 }
 #: From when a write is ready until it is passed to the link: it waits for more urgent ones and for credit.
 CREDIT = "credit"
 #: Keys of a span's `args` besides part and round.
 DETAILS: dict[str, tuple[str, ...]] = {
     CREDIT: ("peer", "nbytes", "pass", "order"), "wire": ("peer", "nbytes"), "receive": ("peer", "nbytes"),
-    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes")}
+    "push": ("partitions",), "sum": ("thread", "nbytes"), "direct": ("nbytes",),
+    "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes")}
 _OVERLAPPING = {name for name, overlaps in KINDS.values() if overlaps} | {CREDIT}
 _WIRE, _RECEIVE, _PUSH = 4, 8, 9
 _OF_THREADS = (3, 10, 11)

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
+from ..orchestration.errors import (
+    BpsError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    MismatchError,
+    StallError,
+    UnsupportedError,
+)
 from ..orchestration.placement.partition import OPS
-from ..pyx.direct import MOST_RANKS
+from ..pyx.direct import DONE, MOST_RANKS, CallCount, DirectSums
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
+from ..trainer.guarded_port import LATER_S
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
 from .chunk_stream import FINGERPRINTS, PRIORITY, ChunkSize, ChunkStream, chunk_sizes, spec_of, split
-from .machine_channel import Load, MachineChannel
+from .machine_channel import Load, MachineChannel, number_of, open_machine_channel
 from .p2p.endpoint import P2PEndpoint
 from .p2p.message_collectives import MessageCall
 
@@ -34,6 +44,41 @@ _CALL_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
+
+
+class _SumsAtOnce:
+    """What the sums of `Group.sums_at_once` leave to Python (`pyx.direct.DirectSums`)."""
+
+    def __init__(self, group: Group, channel: MachineChannel, timeout_s: Callable[[Any], float],
+                 failed: Callable[[BaseException], BaseException]) -> None:
+        self._group = group
+        self._timeout_of, self._failed = timeout_s, failed
+        self._timeout_s = group.timeout_s
+        self._waits = channel.waits(lambda: group._count.n, lambda: self._timeout_s, group._require_open)
+        self.look = self._waits.look
+        self.start_deferred = group.session.port.start_deferred
+
+    def close(self) -> None:
+        if self._group._closed:
+            self._group.close()
+
+    def number_of(self, dtype: str, n_elements: int) -> int:
+        return number_of(sum_text(dtype, (n_elements,)))
+
+    def timeout_s(self, options: Any) -> float:
+        self._timeout_s = self._timeout_of(options)
+        return self._timeout_s + LATER_S
+
+    def end(self, status: int, began_ns: int, dtype: str, n_elements: int) -> None:
+        self._waits.end(status, began_ns)
+        self._group._check(sum_text(dtype, (n_elements,)), status == DONE)
+
+    def failed(self, error: BaseException, dtype: str, n_elements: int) -> BaseException:
+        self._waits.failed(error)
+        failure = self._group._break(error, sum_text(dtype, (n_elements,)))
+        if failure is not error:
+            failure.__cause__ = error
+        return self._failed(failure)
 
 
 class Group:
@@ -59,12 +104,15 @@ class Group:
         self._declared = () if self.size == session.size else tuple(sorted(self.ranks))
         self._sizes = chunk_sizes(session.n_nodes + session.n_helpers == 1)
         self._streams: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
-        self._is_direct = (session.n_nodes == 1 and self.size <= MOST_RANKS and session.settings.sums == "on"
+        self._is_direct = (session.n_nodes == 1 and 1 < self.size <= MOST_RANKS and session.settings.sums == "on"
                            and session.settings.direct_sums == "auto")
         self._machine_channel: MachineChannel | None = None
-        self._lock = threading.Lock()
+        self._sums: DirectSums | None = None
+        self._n_sums_before = 0  # of sums that are closed
+        self._unreadable: set[type] = set()  # tensors that only Python can read
+        self._lock = threading.RLock()  # a signal handler may make a call, and is told that it cannot
         self._channel = zlib.crc32(name.encode())
-        self._calls = 0
+        self._count = CallCount()
         self._broken: BpsError | None = None
         self._closed = False
         self._within_s: float | None = None
@@ -80,7 +128,7 @@ class Group:
         """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
         self._check_op(op)
         _check_size(x, out)
-        self._run(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [Load(x.address, out.address, x.nbytes)])
+        self._run(sum_text(x.dtype, x.shape, op), x.dtype, op, [Load(x.address, out.address, x.nbytes)])
 
     def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
         """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
@@ -117,20 +165,20 @@ class Group:
         self._check_root(root)
         if root == self.rank:
             self._check_number(outs)
-        self._exchange(f"gather to {root}", (x, outs), lambda call: call.gather(root, x, outs))
+        self._exchange(f"gather to {root}", {root: x}, dict(enumerate(outs)) if root == self.rank else {})
 
     def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
         """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(xs)
-        self._exchange(f"scatter from {root}", (xs, out), lambda call: call.scatter(root, xs, out))
+        self._exchange(f"scatter from {root}", dict(enumerate(xs)) if root == self.rank else {}, {root: out})
 
     def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
         """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
         self._check_number(xs)
         self._check_number(outs)
-        self._exchange("all_to_all", (xs, outs), lambda call: call.all_to_all(xs, outs))
+        self._exchange("all_to_all", dict(enumerate(xs)), dict(enumerate(outs)))
 
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """Return the *data* of the *root*-th member, of any length; that of others is ignored."""
@@ -163,56 +211,105 @@ class Group:
             self._within_s = None
 
     def close(self) -> None:
-        """Release the group's memory, which is free once all members have done so. Idempotent; does not wait.
+        """Release the group's memory, which is free once all members have done so. Idempotent; does not wait. Does
+        nothing in a fork.
 
         A call under way in another thread fails within a second, unless it completes before.
         """
         self._closed = True
-        if not self._lock.acquire(blocking=False):
+        if self._sums is not None:
+            self._sums.refuses = True
+        if self.session.pid != os.getpid() or not self._lock.acquire(blocking=False):
             return  # the call under way closes the group at its end
         try:
+            if self._count.is_inside:  # called by a signal handler
+                return
             if self._broken is None and not self.session.closed:
                 for stream in self._streams.values():
                     stream.close()
             if self._machine_channel is not None and not self.session.closed:
                 self._machine_channel.close(retires=self._broken is None)
                 self._machine_channel = None
+            self._n_sums_before, self._sums = self.n_sums_at_once, None
             self._streams.clear()
         finally:
             self._lock.release()
 
-    def _exchange(self, text: str, owner: object, exchange: Callable[[MessageCall], None]) -> None:
-        """Call *exchange* with a call that has this number as its tag, once all members are known to make the same."""
-        self._run(text, *_BYTES, [], lambda: exchange(MessageCall(
-            self.p2p, self._channel, self.ranks, self.rank, owner, self._limit_s, self._calls)))
+    def _exchange(self, text: str, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput]) -> None:
+        """Send and receive these, by the other member's place, as call *text*."""
+        def exchange() -> None:
+            channel = self._direct_channel()
+            if channel is not None:
+                self._check(text, channel.exchange(text, self._count.n, sends, receives, self._limit_s,
+                                                   self._require_open))
+                return
+            if self.size > 1:  # the first message is sent once all members are known to make the same call
+                self._move(text, *_BYTES, [])
+            MessageCall(self.p2p, self._channel, self.ranks, self.rank, (sends, receives), self._limit_s, self._count.n
+                        ).exchange(sends, receives)
 
-    def _run(self, text: str, dtype: str, op: str, loads: Sequence[Load],
-             then: Callable[[], None] = lambda: None) -> None:
+        self._do(text, exchange)
+
+    def _run(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> None:
+        """Carry out *loads* as call *text*."""
+        self._do(text, lambda: self._move(text, dtype, op, loads) if self.size > 1 else _alone(loads))
+
+    def _do(self, text: str, call: Callable[[], None]) -> None:
         self.session.require_open()  # before the lock, which a fork may have inherited locked
-        with self._lock:
-            self._require_usable()
-            self._calls += 1
-            try:
-                if self.size > 1:
-                    self._call(f"call {self._calls}: {text}", dtype, op, loads)
-                else:
-                    _alone(loads)
-                then()
-            except BaseException as exc:
-                self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
-                    f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) failed "
-                    f"on rank {self.session.rank} ({type(exc).__name__}: {exc})")
-                if isinstance(exc, StallError):  # the error names a stream, not the call
-                    raise StallError(f"call {self._calls} of group {self.name!r}, {text}: {exc}") from exc
-                raise
-        if self._closed:
-            self.close()
+        try:
+            with self._turn():
+                self._require_usable()
+                self._count.n += 1
+                try:
+                    call()
+                except BaseException as exc:
+                    failure = self._break(exc, text)
+                    if failure is exc:
+                        raise
+                    raise failure from exc
+        finally:
+            if self._closed:
+                self.close()
 
-    def _call(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> None:
-        if self._is_direct:
-            self._check(text, self._run_directly(text, dtype, op, loads))
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock for a call. Raises as `require_outside`."""
+        with self._lock:
+            self.require_outside()
+            self._count.is_inside = True
+            try:
+                yield
+            finally:
+                self._count.is_inside = False
+
+    def require_outside(self) -> None:
+        """Raise `BusyError` inside a call, in its thread: the call cannot end before what is called here."""
+        if not self._count.is_inside or not self._lock.acquire(blocking=False):
             return
-        words = _fingerprint(text)
+        try:
+            if self._count.is_inside:
+                raise BusyError(f"group {self.name!r} is called inside another call of it, as by a signal handler; "
+                                "let the handler set a flag, and make the call after that one")
+        finally:
+            self._lock.release()
+
+    def _break(self, error: BaseException, text: str) -> BaseException:
+        """Note that the call *text* has failed with *error*; return what to raise."""
+        if self._sums is not None:
+            self._sums.refuses = True
+        self._broken = error if isinstance(error, MismatchError) else ClosedError(
+            f"group {self.name!r} cannot be used any more: its call {self._count.n} ({text}) failed "
+            f"on rank {self.session.rank} ({type(error).__name__}: {error})")
+        if isinstance(error, StallError):  # the error names a stream, not the call
+            return StallError(f"call {self._count.n} of group {self.name!r}, {text}: {error}")
+        return error
+
+    def _move(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> None:
+        channel = self._direct_channel()
+        if channel is not None:
+            self._check(text, channel.run(text, self._count.n, dtype, op, loads, self._limit_s, self._require_open))
+            return
+        words = _fingerprint(self._numbered(text))
         fingerprints = self._stream(*_FINGERPRINT)
         descriptors, units = [fingerprints.fingerprint(words)], [fingerprints.unit]
         pieces = [piece for load in loads for piece in _pieces(load, self._sizes[0])]
@@ -225,12 +322,41 @@ class Group:
             units.append(stream.unit)
         self._check(text, self._go(descriptors, units))
 
-    def _run_directly(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> bool:
-        if self._machine_channel is None:
-            self._machine_channel = MachineChannel(self.session, f"{self.name}/channel", self.ranks, self._declared,
-                                                   PRIORITY, self._limit_s)
-        return self._machine_channel.run(int(_fingerprint(text)[0]), self._calls, dtype, op, loads, self._limit_s,
-                                         self._require_open)
+    def sums_at_once(self, kind: type, options: type, hash_of_sum: int, turn: object,
+                     timeout_s: Callable[[Any], float], failed: Callable[[BaseException], BaseException]
+                     ) -> DirectSums | None:
+        """Return what does `all_reduce` by sum in the least time, for tensors of type *kind* (`pyx.direct.DirectSums`).
+
+        Members may call either. None: the members do not sum directly, have made no call yet, are in one, or such
+        tensors have to be read by Python. *timeout_s* returns the timeout in a call's options, *failed* what to raise
+        for an error.
+        """
+        if self._machine_channel is None or kind in self._unreadable or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._sums is None and self._broken is None and not self._closed and not self._count.is_inside:
+                what = _SumsAtOnce(self, self._machine_channel, timeout_s, failed)
+                self._sums = self._machine_channel.direct_sums(kind, options, hash_of_sum, turn, self._lock,
+                                                               self._count, what)
+        except TypeError:
+            self._unreadable.add(kind)
+            return None
+        finally:
+            self._lock.release()
+        return self._sums
+
+    @property
+    def n_sums_at_once(self) -> int:
+        """How many calls the sums of `sums_at_once` have made."""
+        return self._n_sums_before + (self._sums.n_sums if self._sums is not None else 0)
+
+    def _direct_channel(self) -> MachineChannel | None:
+        """Return the channel of the members' direct calls; None: they make none."""
+        if self._is_direct and self._machine_channel is None:
+            self._machine_channel = open_machine_channel(self.session, f"{self.name}/channel", self.ranks,
+                                                         self._declared, PRIORITY, self._limit_s)
+            self._is_direct = self._machine_channel is not None
+        return self._machine_channel
 
     def _require_open(self) -> None:
         if self._closed:
@@ -239,7 +365,10 @@ class Group:
     def _check(self, text: str, do_agree: bool) -> None:
         if not do_agree:
             raise MismatchError(f"members of group {self.name!r} called different collectives: "
-                                f"{self._describe_calls(text)}")
+                                f"{self._describe_calls(self._numbered(text))}")
+
+    def _numbered(self, text: str) -> str:
+        return f"call {self._count.n}: {text}"
 
     def _go(self, chunks: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
         def subject_of(i: int) -> tuple[Unit, int, int]:
@@ -304,6 +433,11 @@ class Group:
     def _check_number(self, memories: Sequence[TensorInput]) -> None:
         if len(memories) != self.size:
             raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
+
+
+def sum_text(dtype: str, shape: tuple[int, ...], op: str = "sum") -> str:
+    """Return what an all-reduce is called in errors, and by what members recognize it."""
+    return f"all_reduce {op} {dtype} {shape}"
 
 
 def _pieces(load: Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, Load]]:

@@ -5,15 +5,19 @@ byte. Sums have the bits that the node's have: inputs are combined in the order 
 """
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from ..orchestration.errors import MismatchError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.partition import CHANNEL
 from ..pyx import direct
 from ..pyx.port import copy
+from ..trainer.guarded_port import DirectWaits
 from ..trainer.session import Session
+from ..trainer.tensor_input import TensorInput
+from ..trainer.unit import Unit
 
 Call = Callable[[float, Callable[[], None]], int]
 
@@ -34,51 +38,88 @@ class Load(NamedTuple):
     root: int = -1
 
 
-class MachineChannel:
-    """The channel of *ranks*, members of one group on one machine, of which all open it. One call at a time.
+def open_machine_channel(session: Session, name: str, ranks: Sequence[int], declared: tuple[int, ...], priority: int,
+                         timeout_s: float) -> MachineChannel | None:
+    """Return the channel of *ranks*, members of one group, of which all call this; None: their node gives them none.
 
-    The constructor waits until all of them have opened it, at most *timeout_s*. *declared*: the ranks for which its
-    memory is declared, as in `TensorSpec`. Raises as `TensorRegistry.unit`.
+    Waits until all of them have called it, at most *timeout_s*. *declared*: the ranks for which its memory is declared,
+    as in `TensorSpec`. Raises as `TensorRegistry.unit`.
     """
+    # a tensor without bytes: its channel takes calls of any size
+    session.tensors.declare([TensorSpec(name=name, dtype="uint8", shape=(0,), average=False, ranks=declared,
+                                        priority=priority, direct=True)])
+    unit = session.tensors.unit(name, timeout_s)
+    if unit.channel is None:
+        session.retire([unit])
+        return None
+    return MachineChannel(session, unit, unit.channel, ranks)
 
-    def __init__(self, session: Session, name: str, ranks: Sequence[int], declared: tuple[int, ...], priority: int,
-                 timeout_s: float) -> None:
-        self._session = session
+
+class MachineChannel:
+    """The *channel* of *ranks*, members of one group on one machine, in the memory of *unit*. One call at a time."""
+
+    def __init__(self, session: Session, unit: Unit, channel: direct.Channel, ranks: Sequence[int]) -> None:
+        self._session, self._unit, self._channel = session, unit, channel
         self._ranks = tuple(sorted(ranks))  # sums are formed in this order
         self._place = [self._ranks.index(rank) for rank in ranks]
         self._me = self._ranks.index(session.rank)
-        page = mmap.PAGESIZE
-        nbytes = -(-direct.channel_nbytes(len(ranks), direct.ANY_NBYTES) // page) * page
-        session.tensors.declare([TensorSpec(name=name, dtype="uint8", shape=(nbytes,), average=False, op=CHANNEL,
-                                            ranks=declared, priority=priority, partition_nbytes=nbytes)])
-        self._unit = session.tensors.unit(name, timeout_s)
-        self._memory = self._unit.map_channel()
-        self._channel = session.port.open_channel(self._memory, len(ranks), self._me, direct.ANY_NBYTES)
 
-    def run(self, what: int, number: int, dtype: str, op: str, loads: Sequence[Load], timeout_s: float,
+    def direct_sums(self, *arguments: Any) -> direct.DirectSums:
+        """Return `run` of all-reduces, in C; *arguments*: those of `pyx.direct.DirectSums` from *kind* on."""
+        return self._session.port.direct_sums(self._channel, *arguments)
+
+    def waits(self, number: Callable[[], int], timeout_s: Callable[[], float], check: Callable[[], None]
+              ) -> DirectWaits:
+        """Return what looks at other things while a call waits, and raises its error; *number*, ...: see there."""
+        return DirectWaits(self._session.port, self._channel, self._unit, self._ranks, number, timeout_s, check)
+
+    def run(self, text: str, number: int, dtype: str, op: str, loads: Sequence[Load], timeout_s: float,
             check: Callable[[], None]) -> bool:
-        """Carry out *loads* of call *number*; return whether all members make the same call, which *what* says.
+        """Carry out *loads* of call *number*; return whether all members make the same call, which *text* describes.
 
         *op*: "avg" or one of `partition.OPS`; of loads with a root it does not count. *check* is called while it waits,
         and may raise. Raises as `GuardedPort.wait`.
         """
         loads = [load for load in loads if load.nbytes]
-        channel = self._channel
+        channel, what = self._channel, number_of(text) ^ (number * direct.CALL_FACTOR_OF_GROUPS & _MASK)
 
-        def do(call: Call) -> bool:
-            return self._session.port.call_directly(channel, call, self._unit, self._ranks, number, timeout_s, check)
+        def do(call: Call, nbytes: int) -> bool:
+            return self._session.port.call_directly(channel, call, self._unit, self._ranks, number, timeout_s, check,
+                                                    nbytes)
 
         if not loads:
-            return do(lambda left_s, look: channel.barrier(what, left_s, look))
+            return do(lambda left_s, look: channel.barrier(what, left_s, look), 0)
         roots = [self._place[load.root] if load.root >= 0 else -1 for load in loads]
         if roots == list(range(len(self._ranks))) and all(load.nbytes <= channel.cell_nbytes for load in loads):
             addresses, sizes = [load.destination for load in loads], [load.nbytes for load in loads]
-            own = loads[self._me].source
-            return do(lambda left_s, look: channel.all_gather(addresses, sizes, own, what, left_s, look))
+            own = loads[self._me]
+            return do(lambda left_s, look: channel.all_gather(addresses, sizes, own.source, what, left_s, look),
+                      own.nbytes)
         for load in loads:
-            if not do(self._of(load, what, dtype, op)):
+            if not do(self._of(load, what, dtype, op), load.nbytes if load.source else 0):
                 return False
             what = what + _NEXT & _MASK
+        return True
+
+    def exchange(self, text: str, number: int, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput],
+                 timeout_s: float, check: Callable[[], None]) -> bool:
+        """Give *sends*, and take *receives*, by the other member's place, as call *number*; see `run`.
+
+        Raises `MismatchError` if a member has given another size than is expected here.
+        """
+        channel, what = self._channel, number_of(text) ^ (number * direct.CALL_FACTOR_OF_GROUPS & _MASK)
+        nothing = 0, 0
+        sources, destinations, offered = [nothing] * len(self._ranks), [nothing] * len(self._ranks), [0]
+        for pieces, memories in ((sources, sends), (destinations, receives)):
+            for place, memory in memories.items():
+                pieces[self._place[place]] = memory.address, memory.nbytes
+        if not self._session.port.call_directly(
+                channel, lambda left_s, look: channel.all_to_all(sources, destinations, offered, what, left_s, look),
+                self._unit, self._ranks, number, timeout_s, check, sum(nbytes for _, nbytes in sources)):
+            return False
+        for rank, nbytes, (_, wanted) in zip(self._ranks, offered, destinations):
+            if nbytes != wanted:
+                raise MismatchError(f"rank {rank} has sent {nbytes} bytes, {wanted} were expected")
         return True
 
     def _of(self, load: Load, what: int, dtype: str, op: str) -> Call:
@@ -97,7 +138,13 @@ class MachineChannel:
 
     def close(self, retires: bool) -> None:
         """Close the channel; *retires*: and free its memory once all members do that. No call may be under way."""
-        self._session.port.close_channel(self._channel)
-        self._memory.close()
         if retires:
-            self._session.retire([self._unit])
+            self._session.retire([self._unit])  # closes it
+        else:
+            self._session.port.close_channel(self._channel)
+
+
+@functools.lru_cache(maxsize=1024)
+def number_of(text: str) -> int:
+    """Return the number by which members recognize that they make the call *text*."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..orchestration.errors import ClosedError
+from ..orchestration.errors import BusyError, ClosedError
 
 Done = Callable[[BaseException | None], None]
 
@@ -32,7 +32,10 @@ class SerialExecutor:
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._running = False
+        self._thread = 0  # in which a job runs
         self._closing = False
+        #: Whether no job waits or runs, and jobs are accepted.
+        self.is_idle = True
         self._threads: list[threading.Thread] = []
         self._n_in_done = 0  # threads inside ``done``
 
@@ -40,15 +43,20 @@ class SerialExecutor:
         """Run *job* when it is its turn, then ``done(error)`` (None: no error).
 
         *inline*: in this thread, if that is now. Raises `ClosedError` after `close`, and in a fork of the process that
-        made this.
+        made this; `BusyError` inside a job.
         """
         if os.getpid() != self._pid:
             raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
+        if self._thread == threading.get_ident():
+            raise BusyError(f"{self._name} is called inside another call of it, as by a signal handler; let the "
+                            "handler set a flag, and make the call after that one")
         with self._condition:
             if self._closing:
                 raise ClosedError(f"{self._name} is closed")
             here = inline and not self._running and not self._jobs
+            self.is_idle = False
             if here:
+                self._thread = threading.get_ident()  # first: a signal handler may run in between
                 self._running = True
             else:
                 self._jobs.append(_Job(job, done))
@@ -64,7 +72,7 @@ class SerialExecutor:
         if os.getpid() != self._pid:
             return True
         with self._condition:
-            self._closing = True
+            self._closing, self.is_idle = True, False
             self._condition.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:  # more may be started while jobs are left
@@ -89,8 +97,8 @@ class SerialExecutor:
                         self._condition.notify()  # wake the next one, which may have missed its notification
                         return
                     self._condition.wait()
+                self._thread, self._running = threading.get_ident(), True
                 job = self._jobs.popleft()
-                self._running = True
             self._execute(job, is_own=True)
             del job  # release what it holds before the next one comes
 
@@ -102,7 +110,8 @@ class SerialExecutor:
             error = exc
         finally:  # also after an interrupt: other jobs must run, and the caller must be told
             with self._condition:
-                self._running = False
+                self._running, self._thread = False, 0
+                self.is_idle = not self._jobs and not self._closing
                 self._n_in_done += is_own
                 self._wake_or_start()
         try:

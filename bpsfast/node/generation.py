@@ -137,6 +137,7 @@ class Generation:
     plan: Plan
     unit_resources: dict[int, UnitResources] = field(default_factory=dict)
     extents: dict[int, Extent] = field(default_factory=dict)
+    channels: dict[int, Place] = field(default_factory=dict)  # unit -> where its ranks sum it directly, if they do
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
     is_owner_change: bool = False  # its units are committed, and only their owners change
@@ -152,5 +153,6 @@ class Generation:
 
     def ready_units(self, rank: int) -> tuple[UnitReady, ...]:
         """Return the units that *rank* is told of after the commit."""
-        return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts))
+        return tuple(UnitReady(plan=unit, extents=tuple(self.extents[part.part] for part in unit.parts),
+                               channel=self.channels[unit.unit][:2] if unit.unit in self.channels else ())
                      for unit in self.plan.units if is_of(unit, [rank]))

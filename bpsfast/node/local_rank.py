@@ -46,6 +46,7 @@ class LocalRank:
         ring.format_lane(self.lane)
         self._inputs: Arena = regions.arena("input")
         self._results: set[tuple[int, int]] = set()
+        self._channels: set[int] = set()
 
     @property
     def gone(self) -> bool:
@@ -94,6 +95,13 @@ class LocalRank:
             self._results.add((node, number))
             # The rank maps it read-only; the descriptor would allow writing, which only harms this user's own job.
             self.tell(messages.SegmentShared(owner=f"result:{node}", segment=number, nbytes=segment.nbytes),
+                      [segment.fileno()])
+
+    def share_channels(self, number: int, segment: Segment) -> None:
+        """Share segment *number*, in which the ranks of this machine sum directly, with the rank, once."""
+        if number not in self._channels:
+            self._channels.add(number)
+            self.tell(messages.SegmentShared(owner="channel", segment=number, nbytes=segment.nbytes),
                       [segment.fileno()])
 
     def close(self) -> None:

@@ -274,7 +274,10 @@ class LocalRanks:
         if not concerned:
             return
         segments = list(installer.result_segments(generation))
+        channels = list(installer.channel_segments(generation))
         for rank in concerned:
+            for number, segment in channels:
+                rank.share_channels(number, segment)
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)
             rank.tell(messages.Declared(generation=generation.plan.generation,

@@ -459,11 +459,8 @@ class Node:
             return f"{scheduler} is lost: the job goes on, and waits for another one there"
         return ""
 
-    def _progress(self) -> tuple[int, int]:
-        if not self._runtime.connected:
-            return 0, 0
-        counters = self._runtime.engine.counters()
-        return counters["sums"], counters["published_bytes"]
+    def _progress(self) -> tuple[int, ...]:
+        return self._runtime.progress() if self._runtime.connected else ()
 
     def _reading(self) -> Reading | None:
         runtime, recovery, welcome = self._runtime, self._recovery, self._welcome

@@ -76,13 +76,13 @@ class Exporter:
     """Serves a node's metrics and health over HTTP, and writes metrics to a file. Owned by the control loop's thread.
 
     That thread alone calls *read*, which returns None while there is nothing to read, and *progress*, which returns
-    partitions summed and bytes published: they change with each round. Any thread calls *status*. *n_before*: other
+    numbers that change with each round, zeros before the first. Any thread calls *status*. *n_before*: other
     nodes of the job that are taken to be on this host, before this one; the port is so much higher. A port that is
     taken is tried again.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, status: Callable[[], Status],
-                 read: Callable[[], Reading | None], progress: Callable[[], tuple[int, int]],
+                 read: Callable[[], Reading | None], progress: Callable[[], tuple[int, ...]],
                  n_before: int = 0) -> None:
         self._loop = loop
         self._status = status
@@ -95,7 +95,7 @@ class Exporter:
         self._taken_since: float | None = None
         self._server: _Server | None = None
         self._last: tuple[float, Reading] | None = None
-        self._done = 0, 0  # the progress, and when it was seen to be that: monotonic time, time of day
+        self._done: tuple[int, ...] = ()  # the progress, and when it was seen to be that: monotonic time, time of day
         self._done_at: tuple[float, float] | None = None
         self._warned = self._closed = False
         collector = Collector(status, self._reading)
@@ -147,7 +147,7 @@ class Exporter:
     def _note(self) -> None:
         """Note when a round has ended last."""
         done = self._progress()
-        if done != self._done:
+        if done != self._done and any(done):
             self._done, self._done_at = done, (time.monotonic(), time.time())
 
     def _take(self) -> None:

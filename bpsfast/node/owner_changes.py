@@ -180,7 +180,7 @@ class OwnerTransfer:
 
     def _room(self, changed: list[tuple[UnitPlan, PartPlan]]) -> dict[str, int]:
         """Return the bytes to be allocated here, by the kinds of `Regions`, for new owners and new members."""
-        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store", "channel"), 0)
         givers = {each.part: each.giver for each in self._message.owner_changes}
         for unit, part in changed:
             if givers[part.part] == self._me.index and not self._partial(unit, part):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
-from ..orchestration.placement.partition import CHANNEL, ITEM_NBYTES
+from ..orchestration.placement.partition import ITEM_NBYTES
+from ..pyx.direct import ANY_NBYTES, MOST_RANKS, channel_nbytes
 from .generation import stored_nbytes
 from .gpu_direct import GpuDirect
 from .regions import page_round
@@ -81,14 +82,15 @@ class PartitionRole:
 
     def room(self, plan: Plan) -> dict[str, int]:
         """Return the bytes of memory that *plan* needs here, by the kinds of `Regions`."""
-        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store", "channel"), 0)
         for unit in plan.units:
             coded, members = self.is_coded(unit), self.members_of(unit.ranks)
+            room["channel"] += page_round(self.channel_nbytes(unit))
             for part in unit.parts:
                 is_owner = part.owner == self._me.index
                 wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
                 in_memory = self.appears_here(unit, part) and not self.is_direct(unit, part)
-                room["result"] += (1 if unit.op == CHANNEL else 2) * page_round(part.nbytes) * in_memory
+                room["result"] += 2 * page_round(part.nbytes) * in_memory
                 room["partial"] += page_round(self.partial_nbytes(unit, part))
                 room["slot"] += wire_nbytes * len(members.wired) * is_owner
                 if coded and is_owner:
@@ -99,6 +101,19 @@ class PartitionRole:
                     room["store"] += page_round(stored_nbytes(unit, part))
                 room["state"] += sum(page_round(nbytes) for nbytes in self.states_of(unit, part).values())
         return room
+
+    def channel_nbytes(self, unit: UnitPlan) -> int:
+        """Return the bytes of memory in which the ranks of *unit*, all of them here, sum it directly; 0: none.
+
+        A unit without bytes is for calls of any size.
+        """
+        members = self.members_of(unit.ranks)
+        if list(self._me.ranks) != sorted(self._me.ranks):
+            return 0  # the engine combines inputs by local rank, ranks by rank: the bits would differ
+        if (not unit.direct or members.nodes != (self._me.index,) or not 2 <= len(members.local) <= MOST_RANKS
+                or any(part.owner != self._me.index for part in unit.parts)):
+            return 0
+        return channel_nbytes(len(members.local), unit.nbytes or ANY_NBYTES)
 
     def states_of(self, unit: UnitPlan, part: PartPlan) -> dict[str, int]:
         """Return the bytes of each state of *part* here, by its name in `PartCodec`."""

@@ -282,6 +282,13 @@ class PlanInstaller:
                 assert isinstance(segment, Segment), "all others are a device's"
                 yield node, number, segment
 
+    def channel_segments(self, generation: Generation) -> Iterator[tuple[int, Segment]]:
+        """Yield (number, segment) of every segment in which ranks here sum units of *generation* directly."""
+        for number in sorted({place.segment for place in generation.channels.values()}):
+            segment = self._regions.chunk(number).segment
+            assert isinstance(segment, Segment), "no channel lies on a device"
+            yield number, segment
+
     def share_chunk(self, chunk: Chunk, kind: str) -> None:
         """Share *chunk* with all peers of this host, once."""
         if chunk.index not in self._shared:

@@ -7,6 +7,7 @@
     frames     of compressed results, both parities, of parts that this node owns
     states     of compressed parts, from round to round; private to this node
     stores     weights and momentum that this node keeps, of parts that it owns
+    channels   where the ranks of this machine sum directly; mapped writable by all of them
     direct     memory of a rank's device: inputs and results that network cards read and write there
 
 An arena is a list of segments, filled first fit. The memory of retired units is free again in its segment, which
@@ -40,7 +41,7 @@ MIN_SEGMENT_NBYTES = 2 << 20
 #: Lane entries carry the segment number in 16 bits.
 MAX_SEGMENTS = 1 << 16
 #: Kinds of memory of which nothing is sent or received.
-_UNSENT = ("state", "store")
+_UNSENT = ("state", "store", "channel")
 #: Memory that is left to everything which is no segment: Python, sockets, the trainers' own allocations.
 RESERVE_NBYTES = 64 << 20
 #: cgroup v1 writes "no limit" as a huge number of pages.
@@ -156,6 +157,7 @@ class Regions:
         self.frames = self.arena("frame")
         self.states = self.arena("state")
         self.stores = self.arena("store")
+        self.channels = self.arena("channel")
         self.direct = self.arena("direct")  # results in memory of a rank's device
 
     def arena(self, kind: str, pool: bool = True) -> Arena:
@@ -229,7 +231,7 @@ class Regions:
             self._registrar.register("result", segment)
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of segments per kind: input, partial, slot, result, frame, state, store."""
+        """Return the bytes of segments per kind: input, partial, slot, result, frame, state, store, channel."""
         return dict(self._nbytes)
 
     def chunk(self, index: int) -> Chunk:

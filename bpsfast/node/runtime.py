@@ -353,11 +353,15 @@ class NodeRuntime:
             for _, index in (self.who(source),))
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Return the counters of engine, service, each rank of this machine and each wire."""
+        """Return the counters of engine, service, each rank of this machine and each wire.
+
+        What ranks sum directly, without the engine, counts as pushed and published.
+        """
         found = {"engine": self.engine.counters(), "dispatch": self._service.counters()}
         for source, rank in self._ranks.items():
-            found[f"rank_{rank}"] = {"pushed_bytes": self.engine.pushed_nbytes(source),
-                                     **ring.tally(self._lanes[source])}
+            tally = ring.tally(self._lanes[source])
+            found[f"rank_{rank}"] = {"pushed_bytes": self.engine.pushed_nbytes(source) + tally["direct_bytes"], **tally}
+        found["engine"]["published_bytes"] += self._direct("direct_bytes")
         for link in self.wires():
             before = self._moved.get(link.index, {})
             found[f"wire_{link.index}"] = {name: value + before.get(name, 0) for name, value in link.counters().items()}
@@ -367,6 +371,15 @@ class NodeRuntime:
         if self.gpu_direct.is_used:
             found["direct"] = self.gpu_direct.counters()
         return found
+
+    def progress(self) -> tuple[int, ...]:
+        """Return numbers that change when a round has ended, or a direct call of ranks of this machine."""
+        counters = self.engine.counters()
+        return counters["sums"], counters["published_bytes"], self._direct("direct_calls")
+
+    def _direct(self, counter: str) -> int:
+        """Return the largest such counter of a rank here: all ranks take part in most direct calls."""
+        return max((ring.tally(lane)[counter] for lane in self._lanes.values()), default=0)
 
     def flat_counters(self, n_control: int) -> dict[str, int]:
         """Return all counters of a node.

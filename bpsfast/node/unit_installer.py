@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import kernels
+from ..orchestration.errors import CapacityError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
-from ..orchestration.placement.partition import CHANNEL, ITEM_NBYTES, ROWS, part_rows
+from ..orchestration.placement.partition import ITEM_NBYTES, ROWS, part_rows, round_after
 from ..pyx.direct import format_channel
 from ..pyx.engine import Engine
 from .codec_state import CodedPart, PartCodec, part_codec
@@ -24,6 +26,8 @@ from .partition_role import PartitionRole
 from .regions import Arena, Place, Regions, page_round
 from .transport import Link, WireLink, wire
 from .transport.shm import ShmLink
+
+log = logging.getLogger("bpsfast.node")
 
 
 class NodeParts(NamedTuple):
@@ -44,7 +48,8 @@ class UnitInstaller:
 
     *room*: bytes by kind of arena that will be allocated; *purpose*: for errors.
 
-    Raises `CapacityError` if the machine cannot hold so much; nothing was allocated.
+    Raises `CapacityError` if the machine cannot hold so much; nothing was allocated. Where only channels do not fit,
+    the units get none, and this node sums what their ranks would.
     """
 
     def __init__(self, parts: NodeParts, room: dict[str, int], purpose: str) -> None:
@@ -56,6 +61,13 @@ class UnitInstaller:
                                                           regions.frames, regions.states, regions.stores)]
         shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
         regions.require(wanted, f"{purpose} on node {me.index} ({shown} bytes)")
+        self._has_channels = room["channel"] > 0
+        if self._has_channels:
+            try:
+                regions.require([*wanted, (regions.channels, room["channel"])], f"direct sums on node {me.index}")
+            except CapacityError as exc:
+                log.warning("%s: tensors of %s are summed by their node, and not by their ranks", exc, purpose)
+                self._has_channels = False
 
     def put(self, unit: UnitPlan, generation: Generation, resources: UnitResources) -> None:
         """Allocate for *unit*, bind what is written to this node, and tell the engine.
@@ -71,10 +83,14 @@ class UnitInstaller:
         places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
         direct = set(places)
         self._role.count_direct(unit, here, direct)
-        if unit.op == CHANNEL:
-            places |= {part.part: (self._channel(unit, part, resources),) * 2 for part in here}
         places |= self._side_by_side(resources, self._regions.results,
                                      [part for part in here if part.part not in places])
+        channel_nbytes = self._role.channel_nbytes(unit)
+        if channel_nbytes and self._has_channels:
+            channel = self._allocate(resources, self._regions.channels, channel_nbytes)
+            n_ranks = len(self._role.members_of(unit.ranks).local)
+            format_channel(channel.address, n_ranks, round_after(unit.first_round, -1))
+            generation.channels[unit.unit] = channel
         for part in unit.parts:
             outputs = (0, 0)
             if part.part in places:
@@ -201,12 +217,6 @@ class UnitInstaller:
             offset += page_round(part.nbytes)
         return found
 
-    def _channel(self, unit: UnitPlan, part: PartPlan, resources: UnitResources) -> Place:
-        """Return the memory of a channel for the ranks of *unit*, which all run here."""
-        place = self._allocate(resources, self._regions.results, part.nbytes)
-        format_channel(place.address, len(self._role.members_of(unit.ranks).local), unit.first_round - 1 & 0xffffffff)
-        return place
-
     def _place_on_device(self, resources: UnitResources, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
         """Do as `_side_by_side`, in memory of a rank's device; return nothing if that has no room in one piece."""
         nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
@@ -224,7 +234,7 @@ class UnitInstaller:
 
 def kernel(dtype: str, op: str, sums: bool) -> int:
     """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing."""
-    return kernels.address(dtype, "sum" if op in (ROWS, CHANNEL) else op) if sums else kernels.no_sum_address()
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else kernels.no_sum_address()
 
 
 def bind(resources: UnitResources, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,

@@ -13,6 +13,7 @@ from ..base.dtypes import NAMES
 from ..compression.choice import Choice, chosen
 from ..gpu import arrays
 from ..orchestration.errors import ConfigError, UnsupportedError
+from ..pyx import direct
 from ..trainer import handle, process
 from ..trainer.arguments import flag
 from ..trainer.handle import Handle
@@ -181,12 +182,20 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
     return compressor.decompress(summed, context)
 
 
+#: Of `push_pull_inplace`, whose priorities mean something else than those of `bpsfast.push_pull`.
+_direct_pushes: handle.DirectPushes = {}
+
+
+@direct.known_first_in_place(_direct_pushes)
 def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0,
                       priority: int = 0, *, compression: Choice | None = None,
                       learning_rate: float | None = None) -> torch.Tensor:
     """Replace *tensor* by its sum (mean) over all ranks and return it; the arguments are those of `push_pull_async`."""
-    total: torch.Tensor = handle.run(
-        *_arguments(tensor, average, name, priority, compression, learning_rate, in_place=True))
+    is_plain = compression is None and learning_rate is None
+    arguments = _arguments(tensor, average, name, priority, compression, learning_rate, in_place=True)
+    total: torch.Tensor = handle.run(*arguments)
+    if is_plain:
+        handle.note_direct(_direct_pushes, tensor, arguments[0], name, average, priority)
     return total
 
 

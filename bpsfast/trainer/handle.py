@@ -20,6 +20,7 @@ from ..gpu.communicator import sums_in_island
 from ..gpu.host import HostArray
 from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
+from ..pyx import direct
 from . import process
 from .arguments import checked_learning_rate, flag
 from .gpu.devices import DeviceBytes, DeviceRound
@@ -167,7 +168,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
     """Begin a push_pull of *source* into *output*; `Handle.wait` returns *result*."""
     learning_rate = checked_learning_rate(learning_rate)
     source, output = _located(source, output)
-    session, name, unit = _announced(source, name, average, priority, compression)
+    session, name, unit = _announced(source, name, average, priority, compression, waits=False)
     return _begin(session, name, unit, source, output, result, learning_rate)
 
 
@@ -176,10 +177,11 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
     """Do a push_pull of *source* into *output* and return *result*: as `start` and `wait`, with less copying."""
     learning_rate = checked_learning_rate(learning_rate)
     source, output = _located(source, output)
-    session, name, unit = _announced(source, name, average, priority, compression)
-    streams = source.location is None and unit is not None and unit.stream(
-        source.address, output.address, source.nbytes, session.settings.timeout_s)
-    if not streams:
+    session, name, unit = _announced(source, name, average, priority, compression, waits=True)
+    is_done = source.location is None and unit is not None and (
+        unit.sum_directly(source.address, output.address, source.nbytes)
+        or unit.stream(source.address, output.address, source.nbytes, session.settings.timeout_s))
+    if not is_done:
         _begin(session, name, unit, source, output, result, learning_rate).wait()
     return result
 
@@ -210,8 +212,11 @@ def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, 
 
 
 def _announced(source: TensorInput, name: str | None, average: bool, priority: int | None,
-               compression: Choice | None) -> tuple[Session, str, Unit | None]:
-    """Check the arguments and declare the tensor; return the session, its name, and its unit if that is committed."""
+               compression: Choice | None, waits: bool) -> tuple[Session, str, Unit | None]:
+    """Check the arguments and declare the tensor; return the session, its name, and its unit if that is committed.
+
+    *waits*: the call ends with the result, so the ranks may sum the tensor themselves.
+    """
     session = process.current()
     average = flag(average)
     if name is not None and not isinstance(name, str):
@@ -226,9 +231,10 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
     on_device = source.location is not None
+    may_be_direct = waits and session.sums_directly and codec is None and not on_device and source.nbytes > 0
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
                       codec=codec, islands=on_device and sums_in_island(session.settings, source.dtype, codec),
-                      on_device=on_device)
+                      on_device=on_device, direct=may_be_direct)
     if not session.tensors.knows(spec):
         session.devices.direct.cover(source.location.device if source.location is not None else None, [spec])
         session.tensors.declare([spec])
@@ -246,6 +252,12 @@ def push_pull_async(x: Any, average: bool = True, name: str | None = None, prior
     return start(source, name, average, priority, output, result, compression, learning_rate)
 
 
+#: How names are pushed again.
+DirectPushes = dict[str, direct.DirectPush]
+_direct_pushes: DirectPushes = {}
+
+
+@direct.known_first(_direct_pushes)
 def push_pull(x: Any, average: bool = True, name: str | None = None, priority: int | None = None, out: Any = None,
               compression: Choice | None = None, learning_rate: float | None = None) -> Any:
     """Return the sum of *x* over all ranks, or its mean.
@@ -307,13 +319,62 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     source = tensor_input(x)
     output, result = _destination(source, out)
     if output is not None:
-        return run(source, name, average, priority, output, result, compression, learning_rate)
-    result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
-    if name is not None and is_simple:
-        session = process.current()
-        unit = session.tensors.unit(name)
+        total = run(source, name, average, priority, output, result, compression, learning_rate)
+        if out is not None:
+            note_direct(_direct_pushes, x, source, name, average, priority)
+        return total
+    is_repeatable = name is not None and is_simple
+    learning_rate = checked_learning_rate(learning_rate)
+    source, _ = _located(source, None)
+    session, name, unit = _announced(source, name, average, priority, compression, waits=True)
+    if is_repeatable and unit is not None and unit.direct is not None:
+        known = note_direct(_direct_pushes, x, source, name, average, priority, session.memory.around(source.address))
+        summed = known.push_pull(x, None, average, priority) if known is not None else None
+        if summed is not None:
+            return summed
+    result = _begin(session, name, unit, source, None, None, learning_rate).wait()
+    unit = session.tensors.unit(name)
+    if is_repeatable and unit.direct is None:
         session.extension(repeated_pushes)[name] = RepeatedPush(session, unit, x, average, priority)
     return result
+
+
+class _DirectPushesOfSession:
+    """Forgets the direct pushes of a session at its end."""
+
+    def __init__(self, session: Session) -> None:
+        self._pushes: list[DirectPushes] = []
+
+    def add(self, pushes: DirectPushes) -> None:
+        if not any(pushes is each for each in self._pushes):
+            self._pushes.append(pushes)
+
+    def close(self) -> None:
+        for pushes in self._pushes:
+            pushes.clear()
+
+
+def note_direct(pushes: DirectPushes, x: object, source: TensorInput, name: str | None, average: bool,
+                priority: int | None, shared: tuple[int, int] = (0, 0)) -> direct.DirectPush | None:
+    """Note in *pushes*, and return, how *name* is pushed again with the same arguments, if its ranks sum it directly.
+
+    *x* was pushed, and *source* is its memory; the others are arguments as the caller gave them. *shared*: see
+    `pyx.direct.DirectPush`.
+    """
+    session = process.current()
+    if name is None or not session.sums_directly:
+        return None
+    unit = session.tensors.unit_nowait(name)
+    if unit is None or unit.direct is None:
+        return None
+    session.extension(_DirectPushesOfSession).add(pushes)
+    try:
+        made = direct.DirectPush(unit.direct, x, type(x) is np.ndarray, source.dtype, source.shape, average, priority,
+                                 shared)
+    except (TypeError, ValueError):  # a type without an exchange table; or NumPy exports no buffer of that dtype
+        return None
+    pushes[name] = made
+    return made
 
 
 def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any]:
@@ -358,8 +419,9 @@ def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: 
     session = process.current()
     kind = tuple(shape), wire_name(dtype)
     codec = chosen(compression, name, *kind, session.settings.min_compress_bytes, is_alone=True)
+    may_be_direct = session.sums_directly and codec is None and 0 not in kind[0]
     session.tensors.declare([TensorSpec(name=name, shape=kind[0], dtype=kind[1], average=average, priority=priority,
-                                        codec=codec)])
+                                        codec=codec, direct=may_be_direct)])
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | None = None) -> Any:

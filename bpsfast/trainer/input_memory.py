@@ -112,6 +112,13 @@ class InputMemory:
                 return number, address - segment.address
         return None
 
+    def around(self, address: int) -> tuple[int, int]:
+        """Return the first address, and the one after the last, of the input segment with *address*; (0, 0): none."""
+        for _, segment in self._inputs:
+            if segment.address <= address < segment.address + segment.nbytes:
+                return segment.address, segment.address + segment.nbytes
+        return 0, 0
+
     def receive(self, message: SegmentShared | Allocated | Refuse, fds: tuple[int, ...]) -> None:
         """Handle a message of the node. Called with one message at a time."""
         match message:
@@ -133,7 +140,7 @@ class InputMemory:
     def _map(self, message: SegmentShared, fd: int) -> None:
         """Map a segment. If that fails, the thread that needs the segment raises the error, not this one."""
         try:
-            segment = Segment.attach(fd, writable=message.owner == "rank")
+            segment = Segment.attach(fd, writable=message.owner in ("rank", "channel"))
         except OSError as exc:
             if message.owner == "rank":  # the thread that asked for it raises the error
                 os.close(fd)

@@ -84,7 +84,11 @@ class Session:
                                 self.inspector, self.tensors.start_committed, self._node_lost,
                                 functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
                                                   node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us,
-                                                  is_crowded=self.local_size > (os.cpu_count() or 1)))
+                                                  is_crowded=self.local_size > (os.cpu_count() or 1)),
+                                self.tensors.deferred)
+        #: Whether tensors of all ranks may be summed by the ranks themselves.
+        self.sums_directly = (self.n_nodes + self.n_helpers == 1 and self.size > 1 and settings.sums == "on"
+                              and settings.direct_sums == "auto")
         self.devices = Devices(self)
         self._lock = threading.RLock()
         self._extensions: dict[Callable[..., Any], _Extension] = {}
@@ -134,7 +138,12 @@ class Session:
         *releases_staging*: also release their input memory, which the caller does otherwise.
         """
         self.require_open()
+        were_retired = [unit.is_retired for unit in units]
+        for unit in units if not any(unit.in_flight for unit in units) else ():
+            unit.rounds.is_retired = True  # no round begins any more
         if any(unit.in_flight for unit in units):
+            for unit, was_retired in zip(units, were_retired):
+                unit.rounds.is_retired = was_retired
             raise BusyError("a tensor cannot be retired before its last round was waited for")
         for unit in units:
             unit.await_readers()

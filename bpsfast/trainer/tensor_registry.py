@@ -42,7 +42,8 @@ class TensorRegistry:
         self._specs: dict[str, TensorSpec] = {}
         self._units: dict[str, Unit] = {}
         self._failed: dict[str, BpsError] = {}
-        self._deferred: dict[str, Callable[[], None]] = {}
+        #: Starts of pushes whose names are not committed yet. Only this object changes it.
+        self.deferred: dict[str, Callable[[], None]] = {}
         self._order: dict[str, int] = {}  # of names that the program has declared itself
         self._unnamed: dict[str, int] = {}
         self._models: dict[str, int] = {}  # name -> how many models of the trainer have had it
@@ -90,10 +91,12 @@ class TensorRegistry:
         return any(name in self._specs and bool(self._specs[name].edition_of) for name in names)
 
     def knows(self, spec: TensorSpec) -> bool:
-        """Return whether this was declared before, on a device or not: the short way of a repeated push."""
+        """Return whether this was declared before, on a device or not, to be waited for or not: the short way of a
+        repeated push.
+        """
         known = self._specs.get(spec.name)
-        return known == spec or (known is not None and known.on_device != spec.on_device
-                                 and msgspec.structs.replace(known, on_device=spec.on_device) == spec)
+        return known == spec or (known is not None and msgspec.structs.replace(
+            known, on_device=spec.on_device, direct=spec.direct) == spec)
 
     def _is_new(self, spec: TensorSpec, lenient: bool) -> bool:
         if spec.name in self._failed:
@@ -153,7 +156,7 @@ class TensorRegistry:
         """
         self._require_open()
         found = self._units.get(name)
-        if found is not None and name not in self._deferred:
+        if found is not None and name not in self.deferred:
             return found
         spec = self._specs.get(name)
         who = f"ranks {spec.ranks}" if spec is not None and spec.ranks else f"all {self._size} ranks"
@@ -166,7 +169,7 @@ class TensorRegistry:
     def unit_nowait(self, name: str) -> Unit | None:
         """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
         self._require_open()
-        if name not in self._units or name in self._deferred:
+        if name not in self._units or name in self.deferred:
             try:
                 self._mailbox.pump()
             except BpsError as exc:
@@ -185,19 +188,19 @@ class TensorRegistry:
     def defer(self, name: str, start: Callable[[], None]) -> None:
         """Call *start* in the thread that first sees that *name* is committed. *start* raises nothing."""
         with self._lock:
-            if name in self._deferred:
+            if name in self.deferred:
                 raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
                                 "handle first, or use another name")
-            self._deferred[name] = start
+            self.deferred[name] = start
         self._start_deferred()
 
     def start_committed(self) -> bool:
         """Start deferred pushes whose commit has arrived; return whether some are left."""
-        if self._deferred:
+        if self.deferred:
             self._require_open()  # before any lock: a forked child may have inherited it locked
             self._mailbox.pump()
             self._start_deferred()
-        return bool(self._deferred)
+        return bool(self.deferred)
 
     def wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str, name: str) -> T:
         """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for
@@ -217,10 +220,10 @@ class TensorRegistry:
                 patience.look(lambda: (Subject(name), self._stall_query.ask_about(name)), lambda: ready() is not None)
 
     def _start_deferred(self) -> None:
-        while self._deferred:
+        while self.deferred:
             with self._lock:
                 known = self._startable()
-                start = self._deferred.pop(known) if known is not None else None
+                start = self.deferred.pop(known) if known is not None else None
             if start is None:
                 return
             start()
@@ -228,14 +231,14 @@ class TensorRegistry:
     def _startable(self) -> str | None:
         """Return a name whose deferred push can start."""
         with self._lock:
-            return next((name for name in self._deferred if name in self._units or name in self._failed), None)
+            return next((name for name in self.deferred if name in self._units or name in self._failed), None)
 
     def forget(self) -> None:
         """Drop all units and deferred pushes, at the end of the session."""
         for unit in self.units():
             unit.forget()
         self._units.clear()
-        self._deferred.clear()
+        self.deferred.clear()
 
 
 def _check_types(spec: TensorSpec) -> None:

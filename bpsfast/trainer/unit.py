@@ -6,7 +6,6 @@ over the network: `extents` tell where, run by run.
 """
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from bisect import bisect_right
@@ -24,6 +23,7 @@ from ..gpu.device import DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
+from ..pyx.direct import ANY_NBYTES, Channel, DirectTensor
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from .guarded_port import GuardedPort
@@ -46,6 +46,8 @@ class UnitOwner(Protocol):
     memory: InputMemory
     clock: StepClock
     settings: Settings
+    rank: int
+    size: int
     local_size: int
     n_nodes: int
     n_helpers: int
@@ -81,13 +83,8 @@ class Unit:
         #: Learning rate for which inputs are computed from the next push on, for error feedback; 0: not set.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = round_after(plan.first_round, -1)  # the last one that was pushed; none yet
+        self.rounds = session.clock.rounds(plan.first_round)
         self.first_round = plan.first_round
-        self.has_begun = False  # it was pushed
-        self.pushed_nbytes = 0  # in all rounds
-        self.in_flight = False
-        self.is_retired = False
-        self._step = 0  # of the session's clock, in which it was last pushed
         self._given_up = ""  # why the last round failed, if no handle can wait for it
         self._complete = self.round  # the last round that is known to be complete
         self._lock = threading.Lock()
@@ -98,6 +95,50 @@ class Unit:
         #: Numbers of the partitions whose results lie on a device of this machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
         self._readers: list[tuple[int, CopyToDevice]] = []  # (round, copy to a device that may go on)
+        self.ranks = plan.ranks or tuple(range(session.size)) if ready.channel else ()
+        #: In which its ranks call each other directly; None: they do not.
+        self.channel = self._open_channel(ready, segments) if ready.channel else None
+        #: Its direct sums; None: the node forms all sums.
+        self.direct: DirectTensor | None = None
+        if self.channel is not None and self.nbytes:
+            self.direct = session.port.direct_tensor(self.channel, self, self.ranks, plan.dtype,
+                                                     len(self.ranks) if plan.average else 1,
+                                                     lambda: session.settings.timeout_s)
+
+    def _open_channel(self, ready: UnitReady, segments: Mapping[tuple[str, int], Segment]) -> Channel:
+        number, offset = ready.channel
+        segment = segments.get(("channel", number))
+        if segment is None:
+            raise ProtocolError(f"the ranks of this machine sum {self.name!r} in segment {number}, which the node has "
+                                "not shared with this rank")
+        session = self.session
+        return session.port.open_channel(memoryview(segment)[offset:], len(self.ranks), self.ranks.index(session.rank),
+                                         self.nbytes or ANY_NBYTES)
+
+    @property
+    def round(self) -> int:
+        """The last round that was pushed."""
+        return self.rounds.round
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether that round was not waited for."""
+        return self.rounds.in_flight
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was pushed."""
+        return self.rounds.has_begun
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether it cannot be pushed any more."""
+        return self.rounds.is_retired
+
+    @property
+    def pushed_nbytes(self) -> int:
+        """Bytes of this rank's input in all rounds."""
+        return self.rounds.pushed_nbytes
 
     def titles(self) -> dict[int, Part]:
         """Return the names of the partitions in traces."""
@@ -153,7 +194,7 @@ class Unit:
         if self.on_device:
             self._require_host("memory of the host is pushed as")
         if place is None and self.n_parts:
-            staging = self._staging or self.staging
+            staging = self._staging or self.staging  # before the round begins, since there may be no memory
             if address is None:
                 place = staging.segment, staging.offset
         round = self._begin(self.nbytes if nbytes is None else nbytes)
@@ -163,9 +204,13 @@ class Unit:
             session.port.submit(self.first_part, self.n_parts, round, *place, False, self.nbytes)
         else:
             assert address is not None, "what lies in staging is not copied there"
-            session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
-                                 staging.segment, staging.offset)
+            self._copy_in(round, address)
         return round
+
+    def _copy_in(self, round: int, address: int) -> None:
+        staging = self.staging
+        self.session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
+                                  staging.segment, staging.offset)
 
     def push_nothing(self) -> int:
         """Take part in a round without contributing and return the round."""
@@ -202,28 +247,69 @@ class Unit:
         `push` and `wait`. After an error the round, and with it the name, is lost to all ranks, and *destination* is
         partly overwritten.
         """
-        session = self.session
-        at_once = n_at_once(session.local_size)
-        if (not is_worth(self.n_parts, session.local_size) or nbytes != self.nbytes or self.on_device
-                or session.n_nodes + session.n_helpers > 1 or 0 < abs(source - destination) < nbytes
-                or session.memory.locate(source, nbytes) is not None
-                or session.memory.locate(destination, nbytes) is not None):
+        if nbytes != self.nbytes or self.on_device or not self._slides(source, destination):
             return False
-        with self._lock:
-            if self._sliding is None and not self.is_retired:
-                region = self._staging or session.memory.allocate(at_once * self.stride)
-                self._sliding = SlidingWindow(self, region, at_once)
-            sliding = self._sliding
+        self._sliding_window()  # before the round begins, since there may be no memory
         round = self._begin(nbytes)
-        assert sliding is not None, "a round of what was retired does not begin"
         try:
-            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.at_once,
-                                            lambda number: (self, self.first_part + number, round), timeout_s)
+            self._slide(round, source, destination, timeout_s)
         except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
             raise
-        self.finish(round)  # not earlier: the next but one round overwrites this result
         return True
+
+    def _slides(self, source: int, destination: int) -> bool:
+        """Whether private bytes go in and out a few partitions at a time."""
+        session, nbytes = self.session, self.nbytes
+        return (is_worth(self.n_parts, session.local_size) and session.n_nodes + session.n_helpers == 1
+                and not 0 < abs(source - destination) < nbytes and session.memory.locate(source, nbytes) is None
+                and session.memory.locate(destination, nbytes) is None)
+
+    def _sliding_window(self) -> SlidingWindow | None:
+        """Return the window, which is made at its first use; None once the unit is retired."""
+        with self._lock:
+            if self._sliding is None and not self.is_retired:
+                at_once = n_at_once(self.session.local_size)
+                region = self._staging or self.session.memory.allocate(at_once * self.stride)
+                self._sliding = SlidingWindow(self, region, at_once)
+            return self._sliding
+
+    def _slide(self, round: int, source: int, destination: int, timeout_s: float) -> None:
+        """Sum *round*, which has begun, through the window, and finish it."""
+        sliding = self._sliding_window()
+        assert sliding is not None, "a round of what was retired does not begin"
+        self.session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.at_once,
+                                             lambda number: (self, self.first_part + number, round), timeout_s)
+        self.finish(round)  # not earlier: the next but one round overwrites this result
+
+    def sum_directly(self, source: int, destination: int, nbytes: int) -> bool:
+        """Sum bytes at *source*, with the other ranks, into *destination* (it may be *source*), without the node.
+
+        Returns False, and does nothing, where that is not possible. Raises as `push` and `wait`. After an error the
+        round, and with it the name, is lost to all ranks, and *destination* is partly overwritten.
+        """
+        if (self.direct is None or nbytes != self.nbytes or 0 < abs(source - destination) < nbytes):
+            return False
+        self.direct.all_reduce(source, destination)
+        return True
+
+    def sum_by_node(self, round: int, source: int, destination: int, timeout_s: float) -> None:
+        """Have the node sum *round*, which has begun, from *source* into *destination*. Raises as `wait`."""
+        try:
+            deadline = time.monotonic() + timeout_s
+            if self._slides(source, destination):
+                self._slide(round, source, destination, timeout_s)
+                return
+            place = self.session.memory.locate(source, self.nbytes) if source % INPUT_ALIGNMENT == 0 else None
+            if place is None:
+                self._copy_in(round, source)
+            else:
+                self.session.port.submit(self.first_part, self.n_parts, round, *place, False, self.nbytes)
+            self.deliver(round, destination, 0, self.nbytes, timeout_s)
+            self.wait(round, max(0.0, deadline - time.monotonic()))
+        except BaseException as exc:  # also a signal handler's: there is no handle of this round
+            self.give_up(exc)
+            raise
 
     def begin(self, nbytes: int) -> tuple[int, list[CopyToDevice]]:
         """Begin the next round with *nbytes* of input. Return it, and the copies that still read its result memory.
@@ -240,28 +326,22 @@ class Unit:
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
             self._await_readers(self._reading(round_after(self.round)))
-        clock = self.session.clock
-        with self._lock:
-            if self.in_flight or self.is_retired:
-                raise self._refusal()
-            if self._step == clock.step:
-                clock.begin(self._step)
-            self._step = clock.step
-            self.in_flight = True
-            self.round = round_after(self.round)
-            self.has_begun = True
-            self.pushed_nbytes += nbytes
-            round, rate = self.round, self.learning_rate
+        round = self.rounds.begin(nbytes) if self.direct is None else self.direct.begin(nbytes)
+        if round is None:
+            self.session.require_open()
+            raise self.refusal()
+        rate = self.learning_rate
         if self.codec is not None and rate != self._told_rate and self.n_parts:
             self.session.port.set_rate(self.first_part, self.n_parts, round, rate)
             self._told_rate = rate
         return round
 
-    def _refusal(self) -> BpsError:
-        """Return why the next round cannot begin."""
+    def refusal(self) -> BpsError:
+        """Return why the next round cannot begin; raises the reason if it is the job's end."""
         if self.is_retired:
             return ClosedError(f"{self.name!r} was retired: its partitions may belong to another tensor now")
         if self._given_up:
+            self.session.port.check()  # if the job is over, that is the better reason
             return BusyError(f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the "
                              f"call that pushed it, which nobody can wait for any more; use another name "
                              f"({self._given_up})")
@@ -286,10 +366,9 @@ class Unit:
 
     def finish(self, round: int) -> None:
         """Note that *round* was waited for: the next one may be pushed."""
-        with self._lock:
-            if round == self.round:
-                self.in_flight = False
-                self._complete = round
+        if round == self.rounds.round:
+            self._complete = round  # first: with the next round it would be wrong
+            self.rounds.finish(round)
 
     def deliver(self, round: int, address: int, offset: int, nbytes: int, timeout_s: float) -> None:
         """Copy result bytes *offset* to *offset* + *nbytes* of *round* to *address*, each partition once complete.
@@ -382,12 +461,6 @@ class Unit:
                          if isinstance(run.segment, Segment)])
         return np.frombuffer(window, np.uint8, self.nbytes)  # type: ignore[call-overload]
 
-    def map_channel(self) -> mmap.mmap:
-        """Map the memory of a unit whose op is "channel", writable. The caller closes it."""
-        run = self._run_at(0)
-        assert isinstance(run.segment, Segment), "a channel is no device's"
-        return mmap.mmap(run.segment.fileno(), self.nbytes, offset=run.offsets[0])
-
     def member_view(self, member: MemberPlan, round: int) -> np.ndarray[Any, Any]:
         """Return the result of one member as a read-only array of its dtype and shape (lifetime as `view`)."""
         raw = self.view(round)[member.offset : member.offset + member.nbytes]
@@ -395,12 +468,14 @@ class Unit:
 
     def follow(self, other: Unit) -> None:
         """Count as pushed in the step in which *other* was pushed: it takes its place."""
-        self._step = other._step
+        self.rounds.follow(other.rounds)
 
     def forget(self) -> None:
         """Release all mappings and memory, except of arrays that were handed out. It cannot be pushed any more."""
         with self._lock:
-            self.is_retired = True
+            self.rounds.is_retired = True
+            if self.channel is not None and not self.channel.busy:
+                self.session.port.close_channel(self.channel)
             self._views.clear()
             self._runs = []
             self._readers = []

@@ -180,9 +180,15 @@ class Declarations:
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
         for bundle in complete:
             bundle.taken = True
-        return [spec if spec.priority is not None else msgspec.structs.replace(
-            spec, priority=-self._position[spec.name])
-            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]]
+        return [self._agreed(bundle, place) for bundle in complete
+                for place in range(len(bundle.by_rank[min(bundle.by_rank)]))]
+
+    def _agreed(self, bundle: _Bundle, place: int) -> TensorSpec:
+        """Return what counts of the declarations of the member *place* of *bundle*."""
+        spec = bundle.by_rank[min(bundle.by_rank)][place]
+        priority = -self._position[spec.name] if spec.priority is None else spec.priority
+        direct = all(members[place].direct for members in bundle.by_rank.values())
+        return msgspec.structs.replace(spec, priority=priority, direct=direct)
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
         """Let *names*, which were taken, fail for every rank that declares them again."""

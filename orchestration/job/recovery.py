@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ..errors import BpsError, PeerLostError, ProtocolError
 from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, UnitPlan
-from ..placement.partition import CHANNEL, rounds_ahead
+from ..placement.partition import rounds_ahead
 from ..roster import Roster
 
 
@@ -118,7 +118,7 @@ class EpochChange:
 
 def is_plain(unit: UnitPlan) -> bool:
     """Whether owners of *unit* keep only sums, uncompressed: then it can change owners."""
-    return unit.codec is None and unit.store is None and unit.op != CHANNEL
+    return unit.codec is None and unit.store is None
 
 
 @dataclass(frozen=True)

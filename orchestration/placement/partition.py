@@ -30,8 +30,6 @@ ITEM_NBYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 
 
 #: The op of tables that are summed by rows.
 ROWS = "rows"
-#: The op of memory in which the ranks of one machine sum by themselves (`pyx/direct.h`): nothing of it is pushed.
-CHANNEL = "channel"
 #: The other ops; the bitwise ones take integers only.
 OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 BITWISE_OPS = ("band", "bor", "bxor")
@@ -73,7 +71,7 @@ def nbytes_of(spec: TensorSpec) -> int:
     """
     if spec.op == ROWS:
         check_rows(spec.name, spec.shape, spec.max_rows, spec.group)
-    elif spec.op not in (*OPS, CHANNEL):
+    elif spec.op not in OPS:
         raise UnsupportedError(f"tensor {spec.name!r} is to be reduced by {spec.op!r}; supported: {', '.join(OPS)}")
     if spec.average and spec.op not in ("sum", ROWS):
         raise UnsupportedError(f"tensor {spec.name!r}: the {spec.op} of inputs cannot be averaged; average=False")
@@ -122,7 +120,7 @@ def check_store(spec: TensorSpec) -> None:
 
 def has_state(spec: TensorSpec) -> bool:
     """Return whether owners of *spec* keep more than a sum; then they are machines with ranks of it."""
-    return spec.store is not None or spec.op == CHANNEL or (spec.codec is not None and spec.codec.has_state)
+    return spec.store is not None or (spec.codec is not None and spec.codec.has_state)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -216,9 +214,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
         placed.append(MemberPlan(name=spec.name, shape=spec.shape, offset=offset, nbytes=nbytes_of(spec)))
         end = offset + nbytes_of(spec)
     n_parts = -(-end // most)
-    if members[0].op == CHANNEL:
-        n_parts = 1
-    elif members[0].group is None and end >= _SHARED_NBYTES:
+    if members[0].group is None and end >= _SHARED_NBYTES:
         n_parts = max(n_parts, 2)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
     parts = tuple(part_of(members[0], first_part + index, offset, min(stride, end - offset))
@@ -226,7 +222,8 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
-                    store=members[0].store, islands=members[0].islands)
+                    store=members[0].store, islands=members[0].islands,
+                    direct=members[0].direct and members[0].group is None)
 
 
 def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,

@@ -152,12 +152,37 @@ def test_groups_of_some_ranks_beside_a_helper(job, values):
     job(ranks=(2, 1), helpers=1, **values).run(subgroups)
 
 
-def test_ranks_of_one_machine_sum_directly(job):
-    direct = job(ranks=(3,), direct_sums="auto")
-    direct.run(subgroups)
-    direct.run(sizes)
+@pytest.mark.parametrize("direct_sums", ["auto", "off"])
+def test_ranks_of_one_machine(job, direct_sums):
+    three = job(ranks=(3,), direct_sums=direct_sums)
+    three.run(subgroups)
+    three.run(sizes)
     for dtype in (*INTEGERS, *FLOATS):
-        direct.run(reductions, dtype)
+        three.run(reductions, dtype)
+    assert set(three.run(makes_direct_calls)) == {direct_sums == "auto"}
+
+
+def makes_direct_calls():
+    return bpsfast.counters()[f"rank_{bpsfast.rank()}_direct_calls"] > 0
+
+
+def without_direct_calls():
+    """The node has no memory for the members' channel: it carries out their calls."""
+    group = whole()
+    assert group._is_direct
+    for n in (1, 30_000):
+        x = given(group.rank, "float32", n)
+        group.all_reduce(tensor_input(x), tensor_input(x))
+        assert same(x, wanted(range(group.size), "float32", n, "sum")), n
+    assert not group._is_direct
+    group.close()
+
+
+def test_ranks_in_another_order_than_their_places_let_their_node_sum(job):
+    """The engine combines inputs by local rank, ranks by rank: direct sums would have other bits."""
+    started = job(ranks=(2,), local_ranks={0: 1, 1: 0})
+    started.run(without_direct_calls)
+    assert set(started.run(makes_direct_calls)) == {False}
 
 
 def is_crowded():
@@ -227,6 +252,7 @@ def large_pages():
         patch.setattr(chunk_stream, "TINY", ChunkSize("tiny", 256, 32))
         patch.setattr(chunk_stream, "SMALL", ChunkSize("small", 1024, 32))
         group = whole()
+        patch.setattr(group, "_is_direct", False)
         patch.setattr(group, "_sizes", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
         for n in (1, 300, 700, 30_000):
             x = given(group.rank, "float32", n)
@@ -257,7 +283,7 @@ def closed_under_way():
         callers = [threading.Thread(target=call) for _ in range(2)]
         for caller in callers:
             caller.start()
-        while not group._lock.locked():
+        while not group._count.is_inside:
             os.sched_yield()
         group.close()
         for caller in callers:

@@ -32,6 +32,10 @@ def memories(arrays):
     return [Memory(x.ctypes.data, x.nbytes) for x in arrays]
 
 
+def places(arrays):
+    return dict(enumerate(memories(arrays)))
+
+
 def everybody(kind, scale, ranks):
     """Do it on the group *ranks*, if this rank is in it; return whether all that came is what it should be."""
     session = process.current()
@@ -44,12 +48,13 @@ def everybody(kind, scale, ranks):
         expected = [content(source, me, x.nbytes) for source, x in enumerate(theirs)]
         owner = ours, theirs
         if kind == "all_to_all":
-            MessageCall(p2p(session), 7, ranks, me, owner, 30).all_to_all(memories(ours), memories(theirs))
+            MessageCall(p2p(session), 7, ranks, me, owner, 30).exchange(places(ours), places(theirs))
         elif kind == "gather":
-            MessageCall(p2p(session), 8, ranks, me, owner, 30).gather(root, memories(ours)[root], memories(theirs))
             theirs, expected = (theirs, expected) if me == root else ([], [])
+            MessageCall(p2p(session), 8, ranks, me, owner, 30).exchange({root: memories(ours)[root]}, places(theirs))
         else:
-            MessageCall(p2p(session), 9, ranks, me, owner, 30).scatter(root, memories(ours), memories(theirs)[root])
+            MessageCall(p2p(session), 9, ranks, me, owner, 30).exchange(
+                places(ours) if me == root else {}, {root: memories(theirs)[root]})
             theirs, expected = theirs[root:root + 1], expected[root:root + 1]
         good = good and len(theirs) == len(expected) and all(map(np.array_equal, theirs, expected))
     return good
@@ -67,13 +72,9 @@ def test_what_comes(shared_job, ranks, kind):
 def other_sizes():
     session = process.current()
     x = np.zeros(100, np.uint8)
-    mine = [Memory(x.ctypes.data, 10 + session.rank)] * 2
+    mine, theirs = (dict.fromkeys(range(2), Memory(x.ctypes.data, n)) for n in (10 + session.rank, 10))
     with pytest.raises(bpsfast.MismatchError) as caught:
-        MessageCall(p2p(session), 11, [0, 1], session.rank, x, 20).all_to_all(mine, [Memory(x.ctypes.data, 10)] * 2)
-    with pytest.raises(bpsfast.MismatchError, match="sources has 1 entries for a group of 2 ranks"):
-        MessageCall(p2p(session), 11, [0, 1], session.rank, x, 20).all_to_all(mine[:1], mine)
-    with pytest.raises(bpsfast.MismatchError, match="me=2 is no place"):
-        MessageCall(p2p(session), 11, [0, 1], 2, x, 20).all_to_all(mine, mine)
+        MessageCall(p2p(session), 11, [0, 1], session.rank, x, 20).exchange(mine, theirs)
     return str(caught.value)
 
 
@@ -86,8 +87,8 @@ def shorter():
     session = process.current()
     x = np.zeros(100, np.uint8)
     with pytest.raises(bpsfast.MismatchError) as caught:
-        MessageCall(p2p(session), 11, [0], 0, x, 20).gather(
-            0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)])
+        MessageCall(p2p(session), 11, [0], 0, x, 20).exchange(
+            {0: Memory(x.ctypes.data, 10)}, {0: Memory(x.ctypes.data + 50, 30)})
     return str(caught.value)
 
 
@@ -101,7 +102,7 @@ def missing():
         p2p(session).receive(12, 1, 5, 0, 0, None)
         x = np.zeros(100_000, np.uint8)
         with pytest.raises(bpsfast.StallError) as caught:
-            MessageCall(p2p(session), 12, [0, 1], 0, x, 0.5).all_to_all(memories([x, x]), memories([x, x]))
+            MessageCall(p2p(session), 12, [0, 1], 0, x, 0.5).exchange(places([x, x]), places([x, x]))
         bpsfast.barrier()
         return str(caught.value), len(p2p(session).receiver.matching._receives)
     assert p2p(session) is not None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.collectives.serial_executor import SerialExecutor
-from bpsfast.orchestration.errors import ClosedError
+from bpsfast.orchestration.errors import BusyError, ClosedError
 
 TIMEOUT_S = 20.0
 
@@ -92,6 +92,15 @@ def test_what_a_job_raises_is_told_and_ends_nothing(executor, kind, inline):
     executor.run(fail, errors.append, inline)
     executor.run(lambda: None, lambda error: (errors.append(error), done.set()), inline)
     assert done.wait(TIMEOUT_S) and errors == [error, None]
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_job_cannot_give_another_one(executor, inline):
+    done, errors = threading.Event(), []
+    executor.run(lambda: executor.run(lambda: None, errors.append, inline),
+                 lambda error: (errors.append(error), done.set()), inline)
+    assert done.wait(TIMEOUT_S) and len(errors) == 1 and isinstance(errors[0], BusyError)
+    executor.run(lambda: None, errors.append, inline=False)
 
 
 def test_close_lets_jobs_end_and_takes_no_more(no_leaks):

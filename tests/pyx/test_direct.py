@@ -88,7 +88,7 @@ def random_calls(seed: int, n_calls: int, most_nbytes: int) -> Callable[[direct.
     def calls(channel: direct.Channel, me: int, n: int) -> None:
         draw = random.Random(seed)
         for number in range(n_calls):
-            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "barrier"))
+            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "all_to_all", "barrier"))
             nbytes = int(2 ** draw.uniform(0, np.log2(most_nbytes)))
             root, offset, in_place, late = draw.randrange(n), draw.randrange(64), draw.random() < 0.5, draw.randrange(n)
             if late == me and number % 7 == 0:
@@ -118,6 +118,24 @@ def random_calls(seed: int, n_calls: int, most_nbytes: int) -> Callable[[direct.
                 wanted = [out.ctypes.data if rank != me or in_place else 0 for rank, out in enumerate(outs)]
                 assert channel.all_gather(wanted, sizes, xs[me].ctypes.data, number, 30.0) == direct.DONE
                 assert all(np.array_equal(x, out) for rank, (x, out) in enumerate(zip(xs, outs)) if wanted[rank])
+            elif kind == "all_to_all" and most_nbytes > 256 << 10:
+                sizes = [[int(2 ** draw.uniform(0, np.log2(nbytes))) if draw.random() < 0.7 else 0 for _ in range(n)]
+                         for _ in range(n)]
+                xs = [[bits(seed + 13 * number + 100 * source + to, "uint8", size) for to, size in enumerate(row)]
+                      for source, row in enumerate(sizes)]
+                outs = [np.zeros_like(row[me]) for row in xs]
+                expect = [out.nbytes for out in outs]
+                other = root if draw.random() < 0.2 else me  # this rank expects another size of that one
+                expect[other] += other != me
+                offered = []
+                assert channel.all_to_all(
+                    [(x.ctypes.data, x.nbytes) for x in xs[me]],
+                    [(out.ctypes.data, nbytes) for out, nbytes in zip(outs, expect)], offered, number, 30.0
+                ) == direct.DONE
+                assert offered == [row[me] for row in sizes]
+                assert all(np.array_equal(out, row[me]) for source, (out, row) in enumerate(zip(outs, xs))
+                           if source == me or source != other), (number, sizes)
+                assert other == me or not outs[other].any(), "nothing is copied that does not fit"
             else:
                 assert channel.barrier(number, 30.0) == direct.DONE
 
@@ -189,6 +207,43 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing():
     channel.close()
     with pytest.raises(ValueError, match="closed"):
         channel.barrier(2, 1.0)
+
+
+def test_after_a_call_that_has_failed_none_begins():
+    channel = Ranks(2, 4096).open(0)
+    assert channel.barrier(1, 0.05) == direct.TIMED_OUT and channel.is_broken
+    with pytest.raises(RuntimeError, match="its ranks are out of step"):
+        channel.barrier(2, 1.0)
+
+
+@pytest.mark.parametrize("timeout_s", [1e300, float("inf"), 1e12])
+def test_a_deadline_may_be_as_late_as_you_like(timeout_s):
+    assert Ranks(1, 4096).open(0).barrier(1, timeout_s) == direct.DONE
+
+
+def test_who_has_copied_is_not_missing():
+    def calls(channel: direct.Channel, me: int, n: int) -> None:
+        x = np.full(2 << 20, me, np.uint8)
+        assert channel.broadcast(0, x.ctypes.data, x.nbytes, 1, 30.0) == direct.DONE
+        assert not x.any() and (me != 0 or channel.missing() == ())
+
+    assert Ranks(3, 1 << 20).run(calls) == [0, 0, 0]
+
+
+def test_pieces_may_be_exchanged_in_place():
+    """Also while some ranks' pieces fit into their cells, and others' do not."""
+    sizes = [[0, 8, 200_000], [8, 0, 16], [200_000, 16, 0]]  # as much back as forth
+
+    def calls(channel: direct.Channel, me: int, n: int) -> None:
+        for number in range(5):
+            places = [np.full(size, 10 * me + rank + number, np.uint8) for rank, size in enumerate(sizes[me])]
+            pieces = [(x.ctypes.data, x.nbytes) for x in places]
+            offered = []
+            assert channel.all_to_all(pieces, pieces, offered, number, 30.0) == direct.DONE
+            assert offered == sizes[me]
+            assert all((x == 10 * rank + me + number).all() for rank, x in enumerate(places))
+
+    assert Ranks(3, 1 << 20).run(calls) == [0, 0, 0]
 
 
 def test_what_is_looked_at_meanwhile_may_end_a_wait():
@@ -270,6 +325,8 @@ def test_memory_that_is_too_small_and_ranks_that_are_none_are_refused():
     channel = Ranks(2, 64).open(0)
     with pytest.raises(ValueError, match="65 bytes in a channel for 64"):
         channel.all_reduce(1, 1, 65, 0, 0, 1, 1, 1.0)
+    with pytest.raises(ValueError, match="this channel is for sums of 64 bytes"):
+        channel.all_to_all([(0, 0)] * 2, [(0, 0)] * 2, [], 1, 1.0)
     with pytest.raises(ValueError, match="no sum of dtype 0 by op 4"):
         channel.all_reduce(1, 1, 64, 0, direct.OPS.index("band"), 1, 1, 1.0)
 

@@ -23,6 +23,9 @@ class Rules(NamedTuple):
     waits_for_copies: bool = True
     waits_at_the_end: bool = True
     publishes_last: bool = True
+    n_headers: int = 2
+    looks_before_it_writes: bool = True
+    waits_for_the_node: bool = True
 
 
 _KEPT = Rules()
@@ -69,28 +72,63 @@ class Rank:
 
     # -- the calls, as in direct.h -------------------------------------------------------------------------------
 
-    def cells(self) -> None:
-        self.calls += 1
-        self.chunks += 1
+    def cells(self, *declining: int) -> None:
+        """A sum in cells, of which the ranks *declining* take no part."""
+        self._begin(1, declining)
+        if self.me in declining:
+            return
         cell = self.calls % self.rules.n_cells
         self.filled([Step("write", ("cell", self.me, cell), (self.me, self.calls))], self.chunks)
-        for rank in self.others():
-            if self.rules.waits_for_inputs:
-                self.wait("published", rank, self.chunks)
+        if not self._look(self.chunks, declining):
+            return
         for rank in range(self.n):
             self.read("cell", rank, cell, value=(rank, self.calls))
 
-    def boxes(self, n_chunks: int) -> None:
-        self.calls += 1
-        first = self.chunks + 1
-        self.chunks += n_chunks
+    def boxes(self, n_chunks: int, *declining: int) -> None:
+        """The same in boxes."""
+        self._begin(n_chunks, declining)
+        if self.me in declining:
+            return
+        first = self.chunks - n_chunks + 1
         for i in range(n_chunks + 2):
             if i < n_chunks:
                 self._put(first + i)
+            if i == 1 and not self._look(first, declining):
+                return
             if 1 <= i <= n_chunks:
                 self._reduce(first + i - 1)
             if i >= 2:
                 self._take(first + i - 2)
+
+    def _begin(self, n_chunks: int, declining: Sequence[int]) -> None:
+        """Say what this rank does in the call; if it declines, all of that."""
+        self.calls += 1
+        self.chunks += n_chunks
+        self.write("header", self.me, self.calls % self.rules.n_headers, value=(self.calls, self.me in declining))
+        if self.me in declining:
+            self._skip()
+
+    def _look(self, number: int, declining: Sequence[int]) -> bool:
+        """Look what the others do in the call, whose first chunk is *number*; return whether all take part."""
+        for rank in self.others():
+            if self.rules.waits_for_inputs:
+                self.wait("published", rank, number)
+            if rank in declining and not self.rules.looks_before_it_writes:
+                continue
+            self.read("header", rank, self.calls % self.rules.n_headers, value=(self.calls, rank in declining))
+            if rank in declining:
+                self._skip()
+                return False
+        return True
+
+    def _skip(self) -> None:
+        """Take no further part; the node sums what all ranks then push to it."""
+        self.publish("reduced", self.chunks)
+        self.publish("published", self.chunks)
+        self.publish("pushed", self.calls)
+        for rank in self.others():
+            if self.rules.waits_for_the_node:
+                self.wait("pushed", rank, self.calls)
 
     def _slot(self, number: int) -> int:
         return number % self.rules.n_slots
@@ -208,6 +246,19 @@ def test_chunks_of_three_ranks():
     assert fault(3, [("boxes", 4)]) == ""
 
 
+@pytest.mark.parametrize("calls", list(itertools.product(
+    [("cells",), ("cells", 0), ("cells", 1), ("boxes", 1), ("boxes", 2, 0), ("boxes", 1, 0, 1)], repeat=3)), ids=str)
+def test_two_ranks_of_which_some_decline(calls):
+    assert fault(2, calls) == ""
+
+
+@pytest.mark.parametrize("calls", [
+    [("cells", 0), ("cells",), ("cells", 2)], [("cells", 1), ("cells", 0, 2), ("cells",)],
+    [("boxes", 1, 1), ("boxes", 1)]], ids=str)
+def test_three_ranks_of_which_some_decline(calls):
+    assert fault(3, calls) == ""
+
+
 def test_one_box_serves_calls_of_one_chunk():
     assert fault(2, [("boxes", 1)] * 4, Rules(n_slots=1)) == ""
 
@@ -232,6 +283,10 @@ def test_calls_of_all_kinds_follow_each_other(calls):
     (2, [("broadcast", 0, 6)], Rules(waits_for_copies=False)),
     (2, [("broadcast", 0, 2), ("boxes", 1)], Rules(n_slots=1, waits_at_the_end=False)),
     (3, [("cells",)] * 3, Rules(n_cells=1)),
+    (2, [("cells",)] * 3, Rules(n_headers=1)),
+    (2, [("cells", 0), ("cells",)], Rules(looks_before_it_writes=False)),
+    (2, [("boxes", 2, 1), ("boxes", 2)], Rules(looks_before_it_writes=False)),
+    (2, [("cells", 0), ("cells", 0), ("cells",)], Rules(waits_for_the_node=False)),
 ], ids=lambda value: str(value)[:60])
 def test_a_rule_that_is_left_out_is_noticed(n, calls, broken):
     assert fault(n, calls, broken) != ""

@@ -40,12 +40,17 @@ def test_no_race_in(name: str, tmp_path: Path) -> None:
     ("events.h", "bps_store(&events->used, events->used + 1);", "events->used++;", "events"),
     ("workers.h", "    pthread_mutex_lock(&core->lock);\n    core->sums++;",
      "    core->sums++;\n    pthread_mutex_lock(&core->lock);", "engine"),
-], ids=["plain store", "relaxed store", "relaxed load", "plain count", "without the lock"])
+    ("direct.h", "__atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);", "*word = value;", "direct"),
+    ("direct.h", "bps_direct_publish(port, &channel->lines[port->me].reduced, number);\n    return BPS_DIRECT_DONE;\n}"
+     "\n\n/* Copy the parts", "__atomic_store_n(&channel->lines[port->me].reduced, number, __ATOMIC_RELAXED);\n"
+     "    return BPS_DIRECT_DONE;\n}\n\n/* Copy the parts", "direct"),
+], ids=["plain store", "relaxed store", "relaxed load", "plain count", "without the lock", "plain publication",
+        "relaxed publication"])
 def test_a_race_made_on_purpose_is_found(header: str, right: str, wrong: str, name: str, tmp_path: Path) -> None:
     headers = sanitized.spoilt_headers(tmp_path, header, right, wrong)
     program = sanitized.race_program(name, tmp_path, "-Wno-error", headers=headers)
     with pytest.raises(AssertionError, match="data race"):
-        find(lambda: races.run_program(program, 1.0, tmp_path))
+        find(lambda: races.run_program(program, 1.0, tmp_path, to_the_first=True))
 
 
 @pytest.mark.thorough

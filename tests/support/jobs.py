@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bpsfast.base import settings
@@ -43,10 +44,12 @@ class Job:
 
     The ranks' processes live as long as the job and run the functions from `run`. All processes are children of this
     process; `close` ends the job in order and fails if a process had to be killed. *forked*: see `forked`.
+    *local_ranks*: the local ranks of some, which follow from their order otherwise.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
-                 key: bytes = b"", forked: bool = False, **values: Any) -> None:
+                 key: bytes = b"", forked: bool = False, local_ranks: Mapping[int, int] = MappingProxyType({}),
+                 **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.JobShape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -61,6 +64,10 @@ class Job:
             commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
                                    self._port.getsockname(), self.key.hex())
             self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
+            self._node_0 = next(command for command in commands if command.name == "node 0")
+            of_ranks = [command for command in commands if command.kind is Kind.RANK]
+            for rank, local_rank in local_ranks.items():
+                of_ranks[rank].environ.update(dict.fromkeys(("BPSFAST_LOCAL_RANK", "LOCAL_RANK"), str(local_rank)))
             for command in commands:
                 self._start(command, values)
             if attach:
@@ -141,8 +148,8 @@ class Job:
     def add(self, *names: str, **environ: str) -> None:
         """Start helpers while the job runs: lost ones again, or others like the first, with *environ* added."""
         for name in names:
-            like = self._helpers.get(name, next(iter(self._helpers.values())))
-            place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
+            like = self._helpers.get(name, next(iter(self._helpers.values()), self._node_0))
+            place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1", "BPSFAST_LOCAL_SIZE": "0"}
             self.daemons[name] = subprocess.Popen(like.argv, env={**like.environ, **place, **environ},
                                                   stdin=subprocess.DEVNULL)
 

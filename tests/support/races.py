@@ -25,12 +25,13 @@ TESTS = (
 LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # starts a job, which has other processes
 
 
-def run_program(program: Path, seconds: float, folder: Path) -> str:
-    """Run a C program; return its output. Raises `AssertionError` with the races."""
+def run_program(program: Path, seconds: float, folder: Path, to_the_first: bool = False) -> str:
+    """Run a C program, or *to_the_first* race; return its output. Raises `AssertionError` with the races."""
     report = folder / f"{program.name}.report"
     command = [*sanitized.fixed_addresses(), program, f"{seconds}"]
-    done = subprocess.run(command, env=sanitized.race_environment(dict(os.environ), report), capture_output=True,
-                          text=True, timeout=60 + 10 * seconds, check=False)
+    environ = sanitized.race_environment(dict(os.environ), report)
+    environ["TSAN_OPTIONS"] += f" halt_on_error={int(to_the_first)}"
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60 + 10 * seconds, check=False)
     found = sanitized.findings(report)
     assert done.returncode == 0 and not found, f"{program.name} ended with {done.returncode}\n{done.stderr}{found}"
     return done.stdout.strip()

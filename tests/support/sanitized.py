@@ -17,7 +17,7 @@ NATIVE = ROOT / "tests" / "native"
 # -Wno-tsan: it does not support fences; ours order wake-up words, not data (`bps_publish`).
 # -Wno-unused-function: headers define hooks that a program may not use.
 _FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror",
-          "-Wno-unused-function")
+          "-Wno-unused-function", "-Wno-psabi")
 _THREAD = ("-fsanitize=thread", "-Wno-tsan")
 _ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

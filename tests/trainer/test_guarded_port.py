@@ -44,7 +44,7 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
                        **{"stall_query": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
-                          "start_deferred": lambda: False, "make_channel": Channel,
+                          "start_deferred": lambda: False, "make_channel": Channel, "deferred": {},
                           "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
 

@@ -12,7 +12,7 @@ from bpsfast.trainer.handle import repeated_pushes
 
 @pytest.fixture(scope="module")
 def ranks(shared_job):
-    return shared_job(ranks=(2,))
+    return shared_job(ranks=(2,), direct_sums="off")
 
 
 def push_many(name):
@@ -101,8 +101,9 @@ def late_rank():
 
 
 def test_a_missing_rank_is_named(job):
-    texts = job(ranks=(2,)).run(late_rank)
-    assert texts[0] is None and "waited 1 s" in texts[1] and "rank" in texts[1]
+    for direct_sums in ("off", "auto"):
+        texts = job(ranks=(2,), direct_sums=direct_sums).run(late_rank)
+        assert texts[0] is None and "waited 1 s" in texts[1] and "rank" in texts[1]
 
 
 def test_a_closed_session_refuses(job):

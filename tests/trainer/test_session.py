@@ -248,7 +248,7 @@ def wait_while_closing():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not process.current().tensors._deferred:
+    while not process.current().tensors.deferred:
         os.sched_yield()
     bpsfast.shutdown()
     thread.join(10)

@@ -42,11 +42,30 @@ def publish(board, part, round_, time_ns):
     board[at : at + 4] = round_.to_bytes(4, "little")
 
 
+def step(rounds):
+    """Push a unit, which begins a step if it was pushed in the present one, and wait for it."""
+    rounds.finish(rounds.begin(8))
+
+
+def test_rounds_are_counted_one_after_another(port):
+    rounds = StepClock(port, lambda: 0).rounds(0)
+    assert rounds.round == (1 << 32) - 1 and not rounds.has_begun and not rounds.in_flight
+    assert rounds.begin(100) == 0 and rounds.in_flight
+    assert rounds.begin(100) is None, "it was not waited for"
+    rounds.finish(5)
+    assert rounds.in_flight, "another round"
+    rounds.finish(0)
+    assert rounds.begin(1) == 1 and (rounds.pushed_nbytes, rounds.n_begun) == (101, 2)
+    rounds.finish(1)
+    rounds.is_retired = True
+    assert rounds.begin(1) is None and not rounds.in_flight
+
+
 def test_a_step_is_divided_into_what_was_exposed_and_the_rest(port, board, lane):
     clock = StepClock(port, lambda: 0)
     assert clock.read() == (0, StepTimes(), StepTimes())
-    clock.begin(0)
-    clock.begin(1)  # what was before is the first step, which is not counted
+    step(rounds := clock.rounds(1))
+    step(rounds)  # what was before is the first step, which is not counted
     assert clock.read()[0] == 0
     begin_ns = time.monotonic_ns()
     assert port.wait(0, 1, 1, 0.05) == TIMED_OUT
@@ -55,14 +74,14 @@ def test_a_step_is_divided_into_what_was_exposed_and_the_rest(port, board, lane)
     assert port.wait(0, 1, 1, 1.0) == DONE
     while time.monotonic_ns() < published_ns:
         pass  # the trainer computes
-    clock.begin(2)
+    step(rounds)
     n_steps, mean, last = clock.read()
     assert n_steps == 1 and mean == last
     assert 0.05 <= last.exposed_s < last.communication_s < last.step_s
     assert last.communication_s == pytest.approx((published_ns - begin_ns) / 1e9, abs=0.01)
     assert last.compute_s == pytest.approx(last.step_s - last.exposed_s)
     assert last.overlap == pytest.approx(1 - last.exposed_s / last.communication_s, abs=1e-6)
-    clock.begin(3)
+    step(rounds)
     n_steps, mean, empty = clock.read()
     assert n_steps == 2 and mean.step_s == pytest.approx((last.step_s + empty.step_s) / 2)
     assert empty.communication_s == 0.0 == empty.overlap, "nothing was waited for"
@@ -71,27 +90,31 @@ def test_a_step_is_divided_into_what_was_exposed_and_the_rest(port, board, lane)
     assert tally["step_ns"] / 1e9 == pytest.approx(2 * mean.step_s)
 
 
-def test_threads_that_begin_the_same_step_begin_it_once(port):
+def test_units_that_threads_push_in_one_step_begin_it_once(port):
     clock = StepClock(port, lambda: 0)
+    step(first := clock.rounds(1))
+    step(first)
     together = threading.Barrier(8)
 
     def begin():
+        rounds = clock.rounds(1)
         together.wait(20)
-        clock.begin(0)
+        step(rounds)
 
     threads = [threading.Thread(target=begin) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert clock.step == 1
+    step(first)
+    assert clock.read()[0] == 1, "the step that the first unit began twice, and ended"
 
 
 def test_a_port_that_was_closed_counts_nothing(port):
-    clock = StepClock(port, lambda: 0)
-    clock.begin(0)
+    rounds = StepClock(port, lambda: 0).rounds(1)
+    step(rounds)
     port.close()
-    clock.begin(1)
+    step(rounds)
     port.count_stall()
 
 

@@ -15,7 +15,7 @@ from bpsfast.trainer import process
 
 @pytest.fixture
 def one_node(shared_job):
-    return shared_job(ranks=(3,), transport="auto")
+    return shared_job(ranks=(3,), transport="auto", direct_sums="off")
 
 
 def same_name_in_two_threads():
@@ -105,7 +105,7 @@ def interrupted(shared):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_signal_ends_the_call(job, shared):
-    assert job(ranks=(2,)).run(interrupted, shared) == [True, None]
+    assert job(ranks=(2,), direct_sums="off").run(interrupted, shared) == [True, None]
 
 
 def retired():
@@ -159,5 +159,5 @@ def stream_alone():
 
 
 def test_a_stall_leaves_what_is_not_summed_as_it_was(job):
-    started = job(ranks=(2,))
+    started = job(ranks=(2,), direct_sums="off")
     assert started.run(stream_alone) == [True, None]

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.messages import Extent, MemberPlan, PartPlan, UnitPlan, UnitReady
+from bpsfast.pyx.direct import Rounds
 from bpsfast.pyx.pages import Segment
 from bpsfast.trainer.unit import Unit
 
@@ -29,7 +31,9 @@ def segments():
 
 
 class _NoSession:
-    """Units that only look at results need nothing of a session."""
+    """Units that only look at results need rounds, and nothing else of a session."""
+
+    clock = SimpleNamespace(rounds=lambda first_round: Rounds(None, first_round - 1))
 
 
 def unit(segments, nbytes, *extents):

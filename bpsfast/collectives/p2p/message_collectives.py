@@ -23,9 +23,9 @@ class MessageCall(NamedTuple):
     """One call of *ranks*, of which this rank is the *me*-th, by messages on *channel* with *tag*.
 
     All ranks of a channel make the same calls in the same order. A call blocks for at most *timeout_s*. *owner* keeps
-    the memory alive, also if a call raises while messages are under way. Calls raise `MismatchError` if a list has not
-    one entry for each rank, or a rank has sent another size than is expected here, and `StallError` or `PeerLostError`
-    if a rank does not take part in time, or is gone.
+    the memory alive, also if a call raises while messages are under way. A call raises `MismatchError` if a rank has
+    sent another size than is expected here, and `StallError` or `PeerLostError` if a rank does not take part in time,
+    or is gone.
     """
 
     endpoint: P2PEndpoint
@@ -36,36 +36,11 @@ class MessageCall(NamedTuple):
     timeout_s: float
     tag: int = 0
 
-    def all_to_all(self, sources: Sequence[TensorInput], destinations: Sequence[TensorInput]) -> None:
-        """Send ``sources[i]`` to the i-th rank, and receive ``destinations[i]`` from it."""
-        self._check(sources=sources, destinations=destinations)
-        self._exchange(dict(enumerate(sources)), dict(enumerate(destinations)))
+    def exchange(self, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput]) -> None:
+        """Send and receive these, by the place of the other rank, a few at a time in each direction; wait for all.
 
-    def gather(self, root: int, source: TensorInput, destinations: Sequence[TensorInput]) -> None:
-        """Bring each rank's *source* to the root's ``destinations[i]`` (ignored elsewhere).
-
-        On other ranks than the root a small message may still be under way at the end; *source* may be written again.
+        A small message may still be under way at the end; its memory may be written again.
         """
-        if self.me == root:
-            self._check(destinations=destinations)
-        self._exchange({root: source}, dict(enumerate(destinations)) if self.me == root else {})
-
-    def scatter(self, root: int, sources: Sequence[TensorInput], destination: TensorInput) -> None:
-        """Bring the root's ``sources[i]`` (ignored elsewhere) to each rank's *destination*."""
-        if self.me == root:
-            self._check(sources=sources)
-        self._exchange(dict(enumerate(sources)) if self.me == root else {}, {root: destination})
-
-    def _check(self, **lists: Sequence[TensorInput]) -> None:
-        n = len(self.ranks)
-        for name, given in lists.items():
-            if len(given) != n:
-                raise MismatchError(f"{name} has {len(given)} entries for a group of {n} ranks")
-        if not 0 <= self.me < n:
-            raise MismatchError(f"me={self.me} is no place in a group of {n} ranks")
-
-    def _exchange(self, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput]) -> None:
-        """Send and receive these, by number of the other rank, a few at a time in each direction; wait for all."""
         n, deadline = len(self.ranks), time.monotonic() + self.timeout_s
         receiving: deque[tuple[Transfer, int]] = deque()  # with the bytes that are expected
         sending: deque[tuple[Transfer, int]] = deque()

@@ -95,7 +95,9 @@ class BaseGroup(NamedGroup):
         self._messages = Messages(group)
         self._executor = SerialExecutor(group.name)
         self._coalesced: list[Work] | None = None
-        self._sequence = 0
+        self._n_started = 0
+        #: Takes the arguments of the usual all-reduce, and says whether it has made the call; None: nothing does that.
+        self._sum_at_once: Callable[[Any, Any], bool] | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -110,7 +112,7 @@ class BaseGroup(NamedGroup):
         return torch_compat.BackendOptions(torch_compat.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
+        return self._n_started + self._group.n_sums_at_once
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls are counted from the start."""
@@ -129,7 +131,7 @@ class BaseGroup(NamedGroup):
 
     def _start(self, text: str, results: Sequence[torch.Tensor], opts: Any, run: Callable[[], None],
                written: Sequence[Operand] = ()) -> Work:
-        self._sequence += 1
+        self._n_started += 1
         timeout_s = torch_compat.timeout_of(opts, self._group.timeout_s)
         call = current()
         work = Work(results, timeout_s, text, call)
@@ -149,6 +151,7 @@ class BaseGroup(NamedGroup):
         if call is not None:
             call.is_under_way = True
         try:
+            self._group.require_outside()
             self._executor.run(job, work.finish, inline)
         except BpsError as exc:
             if call is not None:
@@ -177,9 +180,15 @@ class BaseGroup(NamedGroup):
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or error
 
+    def _noted_failure(self, error: BaseException) -> BaseException:
+        """Return what a call raises that has failed with *error*."""
+        raised = torch_error(error)
+        self._failed(raised)
+        return raised
+
     @torch_compat.eager
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        self._coalesced, self._sum_at_once = [], None
 
     @torch_compat.eager
     def _end_coalescing(self, device: torch.device) -> Work:

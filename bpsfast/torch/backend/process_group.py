@@ -36,6 +36,8 @@ from .torch_compat import overloads
 from .work import Work, torch_error
 
 Tensor = torch.Tensor
+#: The hash of a ReduceOp is its operation's number; to compare hashes takes half of the time of comparing the objects.
+_HASH_OF_SUM = hash(dist.ReduceOp(dist.ReduceOp.SUM))
 #: Executes a call, with the operands that it writes.
 _Call = tuple[Callable[[], None], list[Operand]]
 
@@ -50,9 +52,10 @@ class ProcessGroup(BaseGroup):
     # -- reductions ------------------------------------------------------------------------------------------------
 
     @overloads(dist.AllreduceOptions, {"tensors": 1},
-           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
+           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"), at_once="_sum_at_once")
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine all of *tensors* (usually one) and those of the other members; each becomes the result."""
+        self._prepare_sums()
         if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
             return self._all_reduced(tensors, opts)
         check_same(tensors, "all_reduce")
@@ -108,6 +111,14 @@ class ProcessGroup(BaseGroup):
             for output, input in zip(outputs, inputs)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _prepare_sums(self) -> None:
+        """Let later calls that are waited for sum a tensor of the CPU without a `Work`, if the ranks sum directly."""
+        if self._sum_at_once is None and self._coalesced is None and self._executor.is_idle:
+            sums = self._group.sums_at_once(Tensor, dist.AllreduceOptions, _HASH_OF_SUM, self._executor,
+                                            lambda opts: torch_compat.timeout_of(opts, self._group.timeout_s),
+                                            self._noted_failure)
+            self._sum_at_once = sums.all_reduce if sums is not None else None
 
     # -- copies ----------------------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class _Overload:
 def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Mapping[str, int], str],
               needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",),
               reads: Sequence[str] = ("inputs", "tensors"), writes: Sequence[str] = ("outputs", "tensors"),
-              ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+              at_once: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Accept all of torch's overloads of a method of a group, which gets the arguments of the first one, positional.
 
     Tensors may lie on devices (`device_calls.on_device`).
@@ -232,6 +232,9 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
         The required and the optional arguments that follow the tensors in the first overload.
     reads, writes
         Which of the tensors the method reads, and which it writes.
+    at_once
+        The attribute of a group that is called first, unless it is None, with tensors and options; if it returns True,
+        it has made the call, and there is nothing to wait for.
 
     For other arguments the decorated method raises TypeError, as torch's own does.
     """
@@ -248,6 +251,10 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
 
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            if at_once and not keywords and len(arguments) == 2:
+                shortest = getattr(self, at_once)
+                if shortest is not None and shortest(*arguments):
+                    return None
             if not keywords and first.fits(arguments):
                 return staged(self, *arguments)
             for form in made:

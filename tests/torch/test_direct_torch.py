@@ -1,0 +1,147 @@
+"""torch's tensors, and torch.distributed over bpsfast, among ranks that sum directly."""
+from __future__ import annotations
+
+import datetime
+import functools
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bpsfast
+import bpsfast.torch as bps
+import bpsfast.torch.backend  # registers it
+from bpsfast.trainer import process
+
+
+@pytest.fixture(scope="module")
+def ranks(shared_job):
+    return shared_job(ranks=(2,), direct_sums="auto")
+
+
+def in_place():
+    n_sums = []
+    kinds = ((7,), torch.float32), ((3, 4), torch.bfloat16), ((100_000,), torch.float64), ((), torch.int64)
+    for shape, dtype in kinds:
+        name = f"in place {shape} {dtype}"
+        for step in range(4):
+            x = torch.full(shape, step + bps.rank() + 1).to(dtype)
+            if step == 2:
+                x = torch.nn.Parameter(x, requires_grad=False)
+            if step == 3 and x.dim() == 2:
+                x = x.t().contiguous().t()
+                with pytest.raises(bpsfast.UnsupportedError, match="not contiguous"):
+                    bps.push_pull_inplace(x, average=False, name=name)
+                x = x.contiguous()
+            assert bps.push_pull_inplace(x, average=False, name=name) is x
+            assert x.eq(2 * step + 3).all(), (name, step, x)
+        n_sums.append(process.current().tensors.unit(name).direct.n_sums)
+    with pytest.raises(bpsfast.MismatchError, match="average of tensor"):
+        bps.push_pull_inplace(torch.ones(7), average=True, name="in place (7,) torch.float32")
+    with pytest.raises(bpsfast.UnsupportedError, match="not contiguous"):
+        bps.push_pull_inplace(torch._neg_view(torch.ones(7)), average=False, name="in place (7,) torch.float32")
+    return n_sums
+
+
+def test_tensors_are_summed_in_place(ranks):
+    assert set(map(min, ranks.run(in_place))) == {3}, "all but the first, which came before the commit"
+
+
+def all_reduces(path):
+    """Members that reach the sum by different ways agree; return how many calls went the shortest way."""
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    group = dist.group.WORLD
+    for step in range(40):
+        n = (1, 5, 1000, 300_000)[step % 4]
+        dtype = (torch.float32, torch.float16, torch.int32, torch.bool)[step // 4 % 4]
+        x = torch.full((n,) if step % 3 else (n, 1, 1), 1 if dtype is torch.bool else step % 7).to(dtype)
+        expected = x.clone() if dtype is torch.bool else 2 * x
+        if step % 5 == bps.rank():  # this member has it elsewhere
+            wide = torch.zeros(*x.shape, 2, dtype=dtype)
+            wide[..., 0] = x
+            x = wide[..., 0]
+        if step % 3 == bps.rank():
+            dist.all_reduce(x, async_op=True).wait()
+        else:
+            assert dist.all_reduce(x) is None
+        assert torch.equal(x, expected), (step, n, dtype)
+        dist.all_reduce(scalar := torch.tensor(1.5), async_op=step % 2 == bps.rank())
+        dist.barrier()
+        assert scalar.item() == 3
+        if step % 6 == 0:
+            dist.all_reduce(y := torch.tensor([bps.rank()]), op=dist.ReduceOp.MAX)
+            assert y.item() == 1
+    n_sums = group._group.n_sums_at_once
+    with pytest.raises(dist.DistBackendError, match=r"called different collectives.*rank 0: call .*rank 1: call"):
+        dist.all_reduce(torch.ones(3 + bps.rank()))
+    with pytest.raises(dist.DistBackendError, match="MismatchError"):
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    return n_sums
+
+
+def test_members_reach_a_sum_by_different_ways(ranks, tmp_path):
+    assert all(n > 5 for n in ranks.run(all_reduces, tmp_path / "store"))
+
+
+def a_member_is_late(path):
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size(),
+                            timeout=datetime.timedelta(seconds=2))
+    x = torch.ones(10)
+    for _ in range(3):
+        dist.all_reduce(x)
+    text = ""
+    if bps.rank() == 0:
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.all_reduce(x)
+        text = str(caught.value)
+        assert dist.group.WORLD.errored() is not None
+        with pytest.raises(dist.DistBackendError, match="cannot be used any more"):
+            dist.all_reduce(x)
+    process.current().barrier()
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_member_that_does_not_call_is_named(ranks, tmp_path):
+    text, _ = ranks.run(a_member_is_late, tmp_path / "store")
+    assert "StallError: call 4 of group" in text and "all_reduce sum float32 (10,): rank 0 waited 2 s" in text, text
+    assert "missing: rank 1" in text, text
+
+
+def handlers_call(path):
+    """A handler that runs while a call waits is refused further ones, and the call goes on."""
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    refused = []
+
+    def handle(flag, *_):
+        for call in (dist.barrier, functools.partial(dist.all_reduce, torch.ones(3)),
+                     functools.partial(dist.all_reduce, torch.ones(3), async_op=True)):
+            with pytest.raises(dist.DistBackendError, match=r"BusyError: .* inside another call"):
+                call()
+            refused.append(call)
+        flag.touch()
+
+    for step in range(6):
+        x, flag = torch.ones(5), Path(f"{path}.{step}")
+        if bps.rank() == 0:
+            signal.signal(signal.SIGALRM, lambda *_, flag=flag: handle(flag))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            deadline = time.monotonic() + 20
+            while not flag.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        if step % 2:
+            dist.barrier()
+        dist.all_reduce(x)
+        assert x.eq(2).all(), step
+    dist.destroy_process_group()
+    return len(refused)
+
+
+def test_calls_of_a_signal_handler_inside_a_call_are_refused(ranks, tmp_path):
+    assert ranks.run(handlers_call, tmp_path / "store") == [18, 0]
