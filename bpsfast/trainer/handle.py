@@ -31,6 +31,9 @@ from .unit import Unit
 T = TypeVar("T")
 Output = TypeVar("Output", bound="TensorInput | None")
 
+#: Larger inputs in shared memory are summed by the node, which reads them in place and whose result is a view: half of
+#: the memory traffic of a direct sum into an array for each rank.
+_MOST_COPIED_NBYTES = 256 << 10
 #: Every unnamed push_pull is a new tensor with memory of its own: a loop of them gets a warning.
 _MANY_UNNAMED = 1000
 Array = np.ndarray[Any, Any]
@@ -327,16 +330,21 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     learning_rate = checked_learning_rate(learning_rate)
     source, _ = _located(source, None)
     session, name, unit = _announced(source, name, average, priority, compression, waits=True)
-    if is_repeatable and unit is not None and unit.direct is not None:
+    if is_repeatable and unit is not None and _sums_directly(unit):
         known = note_direct(_direct_pushes, x, source, name, average, priority, session.memory.around(source.address))
         summed = known.push_pull(x, None, average, priority) if known is not None else None
         if summed is not None:
             return summed
     result = _begin(session, name, unit, source, None, None, learning_rate).wait()
     unit = session.tensors.unit(name)
-    if is_repeatable and unit.direct is None:
+    if is_repeatable and not _sums_directly(unit):
         session.extension(repeated_pushes)[name] = RepeatedPush(session, unit, x, average, priority)
     return result
+
+
+def _sums_directly(unit: Unit) -> bool:
+    """Whether ranks sum *unit*, whose inputs lie in shared memory, themselves, for a result that no argument names."""
+    return unit.direct is not None and unit.nbytes <= _MOST_COPIED_NBYTES
 
 
 class _DirectPushesOfSession:

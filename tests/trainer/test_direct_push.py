@@ -75,6 +75,10 @@ def any_forms(seed, dtype, alike):
     names = {f"{seed} {dtype} {shape}": (shape, bpsfast.empty(shape, kind)) for shape in SHAPES}
     for name, (shape, _) in names.items():
         bpsfast.declare(name, shape, dtype, average=len(shape) == 1)
+    if alike:  # a rank that does not know of the commit yet would push to the node
+        for name in names:
+            tensor(name)
+        bpsfast.barrier()
     for step in range(60):
         name = both.choice(list(names))
         shape, segment = names[name]
@@ -134,6 +138,25 @@ def total_of(step):
 
 def test_arrays_of_shared_memory_are_summed_directly(ranks):
     assert set(ranks.run(segments)) == {7}
+
+
+def large_segments():
+    """Large arrays of `empty` are summed in place by the node, unless the result is to go elsewhere."""
+    x = bpsfast.empty((100_000,), np.float32)
+    out = np.empty_like(x)
+    for step in range(6):
+        x[:] = step + bpsfast.rank()
+        if step == 3:
+            view = bpsfast.push_pull(x, False, "large segments", out=out)
+        else:
+            view = bpsfast.push_pull(x, False, "large segments")
+            assert not view.flags.writeable and view.base is not None
+        assert view[0] == view[-1] == total_of(step)
+    return tensor("large segments").n_sums, tensor("large segments").n_declined
+
+
+def test_large_arrays_of_shared_memory_are_summed_where_they_lie(ranks):
+    assert set(ranks.run(large_segments)) == {(1, 0)}
 
 
 def halves():
