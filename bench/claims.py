@@ -20,6 +20,7 @@ from bpsfast.base import exit_codes
 from bpsfast.bench import drawn
 from bpsfast.bench.autotune import Run
 from bpsfast.bench.helpers import Training
+from bpsfast.bench.push_pull import paired
 from bpsfast.orchestration.errors import ConfigError
 
 _FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
@@ -75,13 +76,21 @@ def _optimum_time(rows: Records, contestant: str, n: int) -> float:
     return time
 
 
-def peers(rows: Records) -> Numbers:
-    """Return the times of gloo and MPI on one machine, divided by ours."""
-    gloo, mpi, in_place = drawn.times_ours(rows).values()
-    slower = [nbytes for nbytes in in_place if in_place[nbytes] >= mpi[nbytes]]
-    return {"least": min(gloo.values()), "most": max(gloo.values()), "mpi": max(1 / mpi[nbytes] for nbytes in mpi),
-            "at_kb": min(mpi, key=mpi.__getitem__) // 1024,
-            "from_kb": min(nbytes for nbytes in in_place if nbytes > max(slower, default=0)) // 1024}
+def beside_mpi(rows: Records) -> Numbers:
+    """Return the least and the greatest times of the best MPI library, and of gloo, divided by ours, by size ranges."""
+    ranges = {"small": (0, 64 << 10), "middle": (64 << 10, 32 << 20), "large": (32 << 20, 1 << 40)}
+    found: dict[str, dict[int, list[float]]] = {name: {} for name in ("numpy", "torch", "gloo")}
+    for (_, nbytes), medians in paired.samples_us(rows).items():
+        best = paired.best_mpi_us(medians)
+        for name, ours, theirs in (("numpy", medians["numpy"], best), ("torch", medians["torch"], best),
+                                   ("gloo", medians["backend"], medians["gloo"])):
+            found[name].setdefault(nbytes, []).append(paired.interval(ours, theirs)[0])
+    numbers = {}
+    for name, of in found.items():
+        for part, (above, to) in ranges.items():
+            ratios = [min(each) for nbytes, each in of.items() if above < nbytes <= to]
+            numbers |= {f"{name}_{part}_least": min(ratios), f"{name}_{part}_most": max(ratios)}
+    return numbers
 
 
 def ddp(rows: Records) -> Numbers:
@@ -244,14 +253,18 @@ def _range(values: Iterable[float]) -> Numbers:
 
 #: In the README's order.
 _README = (
-    Claim("push_pull_one_machine.jsonl", "MPI is faster below {from_kb:.0f} KB", peers),
     Claim("optimum_full.jsonl", "Eight workers and as many helpers are {above:.1f} % above the optimum",
           eight_and_eight),
     Claim("optimum_full.jsonl", "as many helpers as workers ({faster:.1f} % faster at most)", naive),
-    Claim("push_pull_one_machine.jsonl", "gloo takes {least:.1f} to {most:.0f} times as long as", peers),
-    Claim("push_pull_one_machine.jsonl", "Open MPI is faster, by up to {mpi:.0f} times for {at_kb:.0f} KB",
-          peers),
-    Claim("push_pull_one_machine.jsonl", "ours is the faster one from {from_kb:.0f} KB on", peers),
+    Claim("push_pull_one_machine.jsonl", "takes {numpy_small_least:.1f} to {numpy_small_most:.1f} times as long as "
+          "`push_pull` of NumPy's arrays up to 64 KB, {numpy_middle_least:.1f} to {numpy_middle_most:.1f} times up to "
+          "32 MB, and {numpy_large_least:.2f} to {numpy_large_most:.2f} times beyond", beside_mpi),
+    Claim("push_pull_one_machine.jsonl", "for PyTorch's tensors {torch_small_least:.1f} to {torch_small_most:.1f}, "
+          "{torch_middle_least:.1f} to {torch_middle_most:.1f} and {torch_large_least:.2f} to {torch_large_most:.2f}",
+          beside_mpi),
+    Claim("push_pull_one_machine.jsonl", "gloo takes {gloo_small_least:.0f} to {gloo_small_most:.0f} times as long as "
+          "the backend bpsfast up to 64 KB, {gloo_middle_least:.1f} to {gloo_middle_most:.0f} times up to 32 MB, and "
+          "{gloo_large_least:.1f} to {gloo_large_most:.1f} times beyond", beside_mpi),
     Claim("ddp.jsonl", "makes {comm:.1f} times gloo's steps where communication bounds it, and "
           "{compute:.2f} times where", ddp),
     Claim("schedule.jsonl", "a step in 1/{fifo:.2f} of `fifo`'s time and 1/{ddp:.2f} of DistributedDataParallel's over "

@@ -1,11 +1,12 @@
 """``python -m bpsfast.bench.drawn``: draws the README's plots from existing result files, without measuring.
 
-``push_pull_one_machine.png``: the time of gloo and MPI relative to ours, over size (from
+``push_pull_one_machine.png``: time and speed by size of ours, gloo and three MPI libraries (from
 `push_pull_one_machine.jsonl`); ``schedule.png``: a step of each method, measured and simulated (from `schedule.jsonl`);
 ``helpers.png``: the steps of a training that loses helpers, and of one that does not (from `helpers.jsonl`).
 """
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +18,14 @@ from bpsfast.base import exit_codes
 from bpsfast.bench import cli_options
 from bpsfast.bench.harness import plots, result_file
 from bpsfast.bench.harness.result_file import RESULTS
+from bpsfast.bench.push_pull import mpi_environments, paired
 from bpsfast.orchestration.errors import ConfigError
 
 #: File name -> its bench, if that is not the name.
-_BENCHES = {"push_pull_one_machine": "push_pull --compare gloo,mpi"}
-_CONTESTANTS = ("torch", "numpy", "gloo", "mpi")
+_BENCHES = {"push_pull_one_machine": "push_pull --compare gloo,mpi,mpich,impi"}
+#: Names of the file -> names in the plot.
+_OURS = {"numpy": "bpsfast, NumPy", "torch": "bpsfast, PyTorch", "backend": "bpsfast, torch.distributed",
+         "gloo": "gloo, torch.distributed"}
 _Record = Mapping[str, Any]
 
 
@@ -33,26 +37,21 @@ def records(path: Path) -> list[_Record]:
     return [*result_file.records(path)]
 
 
-def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
-    """Return for each other contestant, by bytes: its median time divided by ours, which includes copies in and out.
+def times_us(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
+    """Return for each contestant, by bytes, its median time in us; of MPI's ways the faster one.
 
     Raises `ConfigError` if one was not measured.
     """
-    medians: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row["section"] == "by size":
-            chosen = row["chosen"]
-            medians.setdefault(chosen["operation"], {})[chosen["nbytes"]] = row["measured"]["median_s"]
-    lacking = [name for name in _CONTESTANTS if name not in medians]
+    found: dict[str, dict[int, list[float]]] = {}
+    for (library, nbytes), medians in sorted(paired.samples_us(rows).items()):
+        named = {_OURS[name]: each for name, each in medians.items() if name in _OURS}
+        for name, each in {**named, mpi_environments.TITLES[library]: paired.best_mpi_us(medians)}.items():
+            found.setdefault(name, {}).setdefault(nbytes, []).extend(each)
+    lacking = [name for name in (*_OURS.values(), *mpi_environments.TITLES.values()) if name not in found]
     if lacking:
         raise ConfigError(f"the run of push_pull has no rows of {', '.join(lacking)}: `bpsfast bench "
                           f"{_BENCHES['push_pull_one_machine']}` measures all that is drawn")
-    ours = medians.pop("torch")
-    fastest = {nbytes: min(of[nbytes] for name, of in medians.items() if name.startswith("mpi") and nbytes in of)
-               for nbytes in ours}
-    others = {"gloo": medians["gloo"], "Open MPI, the best of three ways": fastest,
-              "bpsfast, arrays of bpsfast.empty": medians["numpy"]}
-    return {name: {nbytes: of[nbytes] / ours[nbytes] for nbytes in sorted(ours)} for name, of in others.items()}
+    return {name: {nbytes: statistics.median(each) for nbytes, each in of.items()} for name, of in found.items()}
 
 
 def steps(rows: Sequence[_Record]) -> dict[str, tuple[float, float]]:
@@ -74,13 +73,14 @@ def main(out: Path) -> None:
     """Draw the plots of the existing results."""
     plots.check()
     out.mkdir(parents=True, exist_ok=True)
-    with plots.figure(7.0, 4.0) as (made, (panel,)):
-        for name, ratios in times_ours(records(RESULTS / "push_pull_one_machine.jsonl")).items():
-            panel.plot(list(ratios), list(ratios.values()), "o-", label=name)
-        panel.axhline(1.0, color="black", linewidth=1.0, label="bpsfast, PyTorch's tensors in place")
-        panel.set(xscale="log", yscale="log", xlabel="bytes of an array, two ranks of one machine",
-                  ylabel="median time, in times of bpsfast's")
-        panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    with plots.figure(5.5, 4.5, n_panels=2) as (made, (times, speeds)):
+        for name, of in times_us(records(RESULTS / "push_pull_one_machine.jsonl")).items():
+            line = "o-" if name.startswith("bpsfast") else "s--"
+            times.plot(list(of), list(of.values()), line, label=name, markersize=3)
+            speeds.plot(list(of), [nbytes / us / 1e3 for nbytes, us in of.items()], line, markersize=3)
+        for panel, what in ((times, "microseconds of a sum"), (speeds, "GB/s: bytes of the array by time")):
+            panel.set(xscale="log", yscale="log", xlabel="bytes of an array, two ranks of one machine", ylabel=what)
+        made.legend(fontsize=8, loc="outside upper center", ncols=4)
         plots.save(made, str(out / "push_pull_one_machine.png"))
     with plots.figure(7.0, 4.0) as (made, (panel,)):
         found = steps(records(RESULTS / "schedule.jsonl"))

@@ -91,7 +91,7 @@ PIECES = (
     _bench("kernels", "kernels.json", 11),
     _bench("codecs", "codecs.jsonl", 4),
     _bench("post", "post.jsonl", 1),
-    _bench("push_pull --compare gloo,mpi", "push_pull_one_machine.jsonl", 3, _mpi),
+    _bench("push_pull --compare gloo,mpi,mpich,impi", "push_pull_one_machine.jsonl", 25, _mpi),
     _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
     _bench("overhead", "overhead.jsonl", 2, _package("torch")),
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),

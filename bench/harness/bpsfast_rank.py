@@ -24,15 +24,16 @@ class BpsfastRank(JobMember):
     """One rank. Variants of `operation`:
 
     ``numpy``
-        push_pull of an array inside the segment, so the rank copies nothing.
+        push_pull of an array of `bpsfast.empty`.
     ``torch``
-        push_pull_inplace of a private tensor: one copy in, one delivery out.
+        push_pull_inplace of a private tensor.
     ``gradients``, ``one tensor``
         ResNet-50's gradients with `bpsfast.Gradients`, and the same bytes as one array (*nbytes* has no effect).
     ``gradients of MODEL/N``
         Those of a built-in model, each tensor N times smaller, in float32 (*nbytes* has no effect).
     ``memory of OPERATION``
-        The memory traffic of ``numpy`` or ``torch`` alone; ``, past caches`` with non-temporal stores (`memory_bound`).
+        What memory alone takes for the arrays of ``numpy`` or ``torch``; ``, past caches`` with non-temporal stores
+        (`memory_bound`).
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
     ``step of [...]``
@@ -41,7 +42,7 @@ class BpsfastRank(JobMember):
 
     def __init__(self) -> None:
         super().__init__(bpsfast)
-        self._memory = memory_bound.RankMemory(self.rank, self.size)
+        self._memory = memory_bound.RankMemory()
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:

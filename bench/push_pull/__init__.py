@@ -16,7 +16,7 @@ from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
 from bpsfast.orchestration.errors import ConfigError
 
-_SIZES = {1: "4K:256M", 2: "64M:64M"}
+_SIZES = {1: "8:256M", 2: "64M:64M"}
 _QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
 _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 
@@ -25,7 +25,7 @@ def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> lis
     """Measure as *options* say, print tables, and return (and write) the records.
 
     *options*, each of which may be missing or None: n_ranks, n_nodes (1 or 2), compare
-    ("gloo,mpi,mpich,impi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy, torch, both), json_path,
+    ("gloo,mpi,mpich,impi"), sizes ("8:256M": every power of two; or "4K,1M"), api (numpy, torch, both), json_path,
     quick. *hosts*: where the ranks run, if not on this machine; it then has n_ranks and n_nodes. Raises `ConfigError`
     if an option makes no sense.
     """

@@ -85,22 +85,16 @@ def ratios(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def _memory(plan: Plan, rows: Sequence[Row]) -> str:
-    """Return a table of measured times and of those that memory alone takes.
-
-    "most vs. in place" is the largest possible ratio to an in-place all-reduce that is as fast as memory: its memory
-    streams divided by ours. A larger ratio to a peer means that the peer is slower than memory.
-    """
-    lines = [["what memory alone takes", "bytes", "GB/s of memory", "streams", "most vs. in place", "memory us", "us",
-              "memory/us"]]
+    """Return a table of measured times and of those that memory alone takes."""
+    lines = [["what memory alone takes", "bytes", "GB/s of memory", "memory us", "us", "memory/us"]]
     for operation in plan.operations:
         for nbytes in plan.sizes:
             row = find(rows, operation, nbytes)
             if row is None or (least_s := bound_s(row, _bounds(rows, row))) is None:
                 continue
-            ours, in_place = (memory_bound.streams(name, plan.n_ranks, nbytes) for name in (operation, "in place"))
-            lines.append([operation, str(nbytes), f"{ours * nbytes / least_s / 1e9:.1f}", str(ours),
-                          f"{in_place / ours:.2f}", f"{least_s * 1e6:.0f}", f"{row.median_s * 1e6:.0f}",
-                          f"{least_s / row.median_s:.2f}"])
+            moved = memory_bound.N_STREAMS * plan.n_ranks * nbytes
+            lines.append([operation, str(nbytes), f"{moved / least_s / 1e9:.1f}", f"{least_s * 1e6:.0f}",
+                          f"{row.median_s * 1e6:.0f}", f"{least_s / row.median_s:.2f}"])
     return table.plain(lines)
 
 

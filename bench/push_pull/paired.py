@@ -10,7 +10,7 @@ import os
 import random
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bpsfast.bench.harness import table
@@ -27,8 +27,11 @@ _SOME_SIZES = (4 << 10, 1 << 20)
 _N_DRAWS = 2000
 _TIMEOUT_S = 1800.0
 _OURS = ("numpy", "torch", "backend")
+#: Of the rows in a result file.
+SECTION = "beside MPI"
 #: What is done between, or beside, calls: by title the work in us and the busy processes.
-CONDITIONS = {"one call after another": (0, 0), f"after {_GAP_US} us of work": (_GAP_US, 0),
+ALONE = "one call after another"
+CONDITIONS = {ALONE: (0, 0), f"after {_GAP_US} us of work": (_GAP_US, 0),
               "beside one busy process": (0, 1), "beside two busy processes": (0, 2)}
 
 
@@ -42,9 +45,36 @@ def run(plan: Plan, libraries: Sequence[str]) -> list[dict[str, Any]]:
         sizes = plan.sizes if not gap_us and not n_hogs else _SOME_SIZES
         found = {library: _launch(library, plan, sizes, names, gap_us, n_hogs) for library in libraries}
         plan.say(_table(f"{title} (us; near: cores a cache line of {NEAR_NS:.0f} ns apart)", found) + "\n")
-        records += [{"row": "paired", "condition": title, "library": library, "n_ranks": plan.n_ranks, **record}
-                    for library, each in found.items() for record in each]
+        records += [row for library, each in found.items() for record in each
+                    for row in rows(record, title, library, plan.n_ranks)]
     return records
+
+
+def rows(record: Mapping[str, Any], condition: str, library: str, n_ranks: int) -> list[dict[str, Any]]:
+    """Return what a rank has measured at one size as rows of a result file, a contestant each.
+
+    A sample is a block's median.
+    """
+    return [{"section": SECTION,
+             "chosen": {"condition": condition, "library": library, "operation": name, "nbytes": record["nbytes"],
+                        "n_ranks": n_ranks, "n_per_round": record["n_calls"]},
+             "measured": {"median_s": statistics.median(each["median_s"] for each in blocks),
+                          "samples_s": [each["median_s"] for each in blocks],
+                          **{field: [each[field] for each in blocks] for field in ("mean_s", "p99_s", "cpu_s")},
+                          "handover_ns": record["handover_ns"], "direct_sums": record["direct_sums"]}}
+            for name, blocks in record["blocks"].items()]
+
+
+def samples_us(found: Iterable[Mapping[str, Any]], condition: str = ALONE
+               ) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """Return from rows of a result file, by library and bytes, the medians of each contestant's blocks."""
+    medians: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in found:
+        if row["section"] == SECTION and row["chosen"]["condition"] == condition:
+            chosen = row["chosen"]
+            medians.setdefault((chosen["library"], chosen["nbytes"]), {})[chosen["operation"]] = [
+                1e6 * each for each in row["measured"]["samples_s"]]
+    return medians
 
 
 def _launch(library: str, plan: Plan, sizes: Sequence[int], names: Sequence[str], gap_us: int, n_hogs: int
@@ -72,10 +102,9 @@ def _medians_us(record: Mapping[str, Any], name: str, field: str = "median_s") -
     return [block[field] * 1e6 for block in record["blocks"].get(name, ())]
 
 
-def best_mpi_us(record: Mapping[str, Any], suffix: str = "") -> list[float]:
+def best_mpi_us(medians: Mapping[str, Sequence[float]], suffix: str = "") -> list[float]:
     """Return the faster of MPI's ways, round by round; *suffix* " out": into another array."""
-    ways = [_medians_us(record, name) for name in record["blocks"] if name == "mpi" + suffix or (
-        not suffix and name == "mpi in pieces")]
+    ways = [medians[name] for name in ("mpi" + suffix, *(() if suffix else ("mpi in pieces",))) if name in medians]
     return [min(each) for each in zip(*ways)]
 
 
@@ -92,7 +121,7 @@ def _table(title: str, found: Mapping[str, Sequence[dict[str, Any]]]) -> str:
               "mean MPI", "CPU numpy", "CPU MPI"]]
     for library, records in found.items():
         for record in records:
-            best = best_mpi_us(record)
+            best = best_mpi_us({name: _medians_us(record, name) for name in record["blocks"]})
 
             def shown(name: str, field: str = "median_s", record: dict[str, Any] = record) -> str:
                 values = _medians_us(record, name, field)

@@ -14,15 +14,22 @@ from bpsfast.bench.push_pull.options import PAIRED
 from bpsfast.orchestration.errors import ConfigError
 
 
-def blocks(**medians):
-    return {"blocks": {name.replace("_", " "): [{"median_s": each / 1e6} for each in values]
-                       for name, values in medians.items()}}
-
-
 def test_the_better_way_of_mpi_counts_round_by_round():
-    record = blocks(mpi=[4.0, 9.0, 5.0], mpi_in_pieces=[5.0, 3.0, 5.0], mpi_out=[1.0, 1.0, 1.0], numpy=[1, 1, 1])
-    assert paired.best_mpi_us(record) == pytest.approx([4.0, 3.0, 5.0])
-    assert paired.best_mpi_us(record, " out") == pytest.approx([1.0, 1.0, 1.0])
+    medians = {"mpi": [4.0, 9.0, 5.0], "mpi in pieces": [5.0, 3.0, 5.0], "mpi out": [1.0, 1.0, 1.0], "numpy": [1, 1, 1]}
+    assert paired.best_mpi_us(medians) == [4.0, 3.0, 5.0]
+    assert paired.best_mpi_us(medians, " out") == [1.0, 1.0, 1.0]
+
+
+def test_rows_of_a_result_file_keep_each_block():
+    block = {"median_s": 2e-6, "mean_s": 3e-6, "p99_s": 4e-6, "cpu_s": 5e-6}
+    record = {"nbytes": 64, "n_calls": 2000, "handover_ns": [60.0, 70.0], "direct_sums": "auto",
+              "blocks": {"numpy": [block, {**block, "median_s": 3e-6}], "mpi": [block, block]}}
+    rows = paired.rows(record, paired.ALONE, "impi", 2)
+    assert [row["chosen"]["operation"] for row in rows] == ["numpy", "mpi"]
+    assert rows[0]["measured"]["samples_s"] == [2e-6, 3e-6] and rows[0]["measured"]["p99_s"] == [4e-6, 4e-6]
+    others = paired.rows(record, "after 300 us of work", "impi", 2)
+    found = paired.samples_us([*rows, *others, {"section": "by size"}])
+    assert found == {("impi", 64): {"numpy": pytest.approx([2.0, 3.0]), "mpi": pytest.approx([2.0, 2.0])}}
 
 
 def test_a_ratio_is_of_blocks_that_follow_each_other():
