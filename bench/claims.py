@@ -85,7 +85,7 @@ def beside_mpi(rows: Records) -> Numbers:
         for name, ours, theirs in (("numpy", medians["numpy"], best), ("torch", medians["torch"], best),
                                    ("gloo", medians["backend"], medians["gloo"])):
             found[name].setdefault(nbytes, []).append(paired.interval(ours, theirs)[0])
-    numbers = {}
+    numbers: Numbers = {}
     for name, of in found.items():
         for part, (above, to) in ranges.items():
             ratios = [min(each) for nbytes, each in of.items() if above < nbytes <= to]
