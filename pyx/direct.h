@@ -79,7 +79,7 @@ struct bps_direct_port {
 /* How a call is made: when it gives up, what lets other threads run while it waits (`release` and `take`), and what
  * looks at signals; `check` ends the call if it returns anything but 0. Functions may be NULL. */
 struct bps_direct_call {
-    uint64_t deadline_ns, slice_ns; /* slice: `check` is called as often; 0: BPS_DIRECT_SLICE_NS */
+    uint64_t deadline_ns, slice_ns; /* slice: the interval between calls of `check`; 0: BPS_DIRECT_SLICE_NS */
     void *(*release)(void);
     void (*take)(void *);
     int (*check)(void *);
@@ -403,29 +403,6 @@ static inline char *bps_direct_box(const struct bps_channel *channel, int r, uin
     return channel->boxes + ((uint64_t)r * channel->n_slots + chunk % channel->n_slots) * channel->box_nbytes;
 }
 
-#if defined(__x86_64__)
-#define BPS_FETCH_OWN(at) __asm__ __volatile__("prefetchw (%0)" ::"r"(at)) /* the builtin makes it a read before AVX-512 */
-#else
-#define BPS_FETCH_OWN(at) __builtin_prefetch(at, 1, 3)
-#endif
-
-/* A sum of nbytes is about to begin: fetch the lines that it writes first, and that others have read, for writing. So that
- * goes on while the caller's arguments are looked at. */
-static inline void bps_direct_prepare(const struct bps_channel *channel, uint64_t nbytes)
-{
-    int me = channel->port.me;
-    const char *at = channel->cells + ((uint64_t)me * 2 + ((channel->calls + 1) & 1)) * channel->cell_nbytes;
-    BPS_FETCH_OWN(&channel->lines[me]);
-    if (nbytes > channel->cell_nbytes) {
-        BPS_FETCH_OWN(&channel->lines[me].reduced);
-        uint64_t chunk = nbytes < channel->box_nbytes ? nbytes : channel->box_nbytes, length;
-        bps_direct_part(chunk, channel->port.n, me == 0, &length, &nbytes);
-        at = bps_direct_box(channel, me, channel->chunks + 1) + length;
-    }
-    for (uint64_t i = 0; i < nbytes && i < BPS_DIRECT_OWN_NBYTES; i += BPS_SUM_LINE)
-        BPS_FETCH_OWN(at + i);
-}
-
 /* Put the parts of chunk k that others own into the own box. */
 static inline void bps_direct_put(struct bps_channel *channel, const struct bps_direct_chunks *chunks, uint64_t k)
 {
@@ -499,6 +476,29 @@ static inline uint64_t bps_direct_chunk_nbytes(const struct bps_channel *channel
     if (channel->port.n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
         return channel->box_nbytes / 2;
     return channel->box_nbytes;
+}
+
+#if defined(__x86_64__)
+#define BPS_FETCH_OWN(at) __asm__ __volatile__("prefetchw (%0)" ::"r"(at)) /* the builtin makes it a read before AVX-512 */
+#else
+#define BPS_FETCH_OWN(at) __builtin_prefetch(at, 1, 3)
+#endif
+
+/* A sum of nbytes is about to begin: fetch the lines that it writes first, and that others have read, for writing. So that
+ * goes on while the caller's arguments are looked at. */
+static inline void bps_direct_prepare(const struct bps_channel *channel, uint64_t nbytes)
+{
+    int me = channel->port.me;
+    const char *at = channel->cells + ((uint64_t)me * 2 + ((channel->calls + 1) & 1)) * channel->cell_nbytes;
+    BPS_FETCH_OWN(&channel->lines[me]);
+    if (nbytes > channel->cell_nbytes) {
+        BPS_FETCH_OWN(&channel->lines[me].reduced);
+        uint64_t chunk = bps_direct_chunk_nbytes(channel, nbytes), begin;
+        bps_direct_part(nbytes < chunk ? nbytes : chunk, channel->port.n, me == 0, &begin, &nbytes);
+        at = bps_direct_box(channel, me, channel->chunks + 1) + begin;
+    }
+    for (uint64_t i = 0; i < nbytes && i < BPS_DIRECT_OWN_NBYTES; i += BPS_SUM_LINE)
+        BPS_FETCH_OWN(at + i);
 }
 
 static inline int bps_direct_sum_boxes(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,

@@ -336,16 +336,23 @@ static inline bps_sum_kernel bps_sum_kernel_of(int type, int op, int level)
     return bps_kernels_base[type][op];
 }
 
-/* Sum any number of bytes: a kernel takes whole lines. */
+/* Sum the whole lines of a call, which is what kernels take; how many bytes of its last line are left, after them. */
+static inline uint64_t bps_sum_whole(bps_sum_kernel kernel, struct bps_sum_call *call)
+{
+    uint64_t rest = call->nbytes % BPS_SUM_LINE;
+    call->nbytes -= rest;
+    if (call->nbytes != 0)
+        kernel(call);
+    return rest;
+}
+
+/* Sum any number of bytes. */
 static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
 {
-    char lines[BPS_SUM_RANKS][BPS_SUM_LINE], result[BPS_SUM_LINE];
-    uint64_t rest = call->nbytes % BPS_SUM_LINE, whole = call->nbytes - rest;
-    call->nbytes = whole;
-    if (whole != 0)
-        kernel(call);
+    uint64_t rest = bps_sum_whole(kernel, call), whole = call->nbytes;
     if (rest == 0)
         return;
+    char lines[BPS_SUM_RANKS][BPS_SUM_LINE], result[BPS_SUM_LINE];
     struct bps_sum_call last = {.to = result, .nbytes = BPS_SUM_LINE, .divisor = call->divisor, .n = call->n};
     for (int r = 0; r < call->n; r++) {
         memset(lines[r], 0, BPS_SUM_LINE);
@@ -359,22 +366,19 @@ static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
     memcpy(call->to + whole, result, rest);
 }
 
-/* The same where the inputs can be read up to the end of their last line. */
+/* The same where all inputs can be read up to the end of their last line, and none gets the result back. */
 static inline void bps_sum_run_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
 {
-    char result[BPS_SUM_LINE], *to = call->to;
-    uint64_t rest = call->nbytes % BPS_SUM_LINE, whole = call->nbytes - rest;
-    call->nbytes = whole;
-    if (whole != 0)
-        kernel(call);
+    uint64_t rest = bps_sum_whole(kernel, call), whole = call->nbytes;
     if (rest == 0)
         return;
+    char result[BPS_SUM_LINE], *to = call->to + whole;
     for (int r = 0; r < call->n; r++)
         call->inputs[r] += whole;
     call->to = result;
     call->nbytes = BPS_SUM_LINE;
     kernel(call);
-    memcpy(to + whole, result, rest);
+    memcpy(to, result, rest);
 }
 
 /* -- the floating-point environment ------------------------------------------------------------------------------------ */

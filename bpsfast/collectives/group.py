@@ -110,7 +110,7 @@ class Group:
         self._sums: DirectSums | None = None
         self._n_sums_before = 0  # of sums that are closed
         self._unreadable: set[type] = set()  # tensors that only Python can read
-        self._lock = threading.RLock()  # a signal handler may make a call, and is told that it cannot
+        self._lock = threading.RLock()  # reentrant: a call by a signal handler raises, and does not wait for itself
         self._channel = zlib.crc32(name.encode())
         self._count = CallCount()
         self._broken: BpsError | None = None
@@ -291,7 +291,13 @@ class Group:
                 raise BusyError(f"group {self.name!r} is called inside another call of it, as by a signal handler; "
                                 "let the handler set a flag, and make the call after that one")
         finally:
-            self._lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        """Release the lock outside a call; then close the group if another thread wanted to do that meanwhile."""
+        self._lock.release()
+        if self._closed:
+            self.close()
 
     def _break(self, error: BaseException, text: str) -> BaseException:
         """Note that the call *text* has failed with *error*; return what to raise."""
@@ -342,7 +348,7 @@ class Group:
             self._unreadable.add(kind)
             return None
         finally:
-            self._lock.release()
+            self._release()
         return self._sums
 
     @property

@@ -300,6 +300,33 @@ def test_a_call_that_waits_ends_when_the_group_is_closed(two):
     two.run(closed_under_way)
 
 
+def closed_beside_a_look():
+    """A thread that only looks whether a call is under way holds the lock while another one closes the group."""
+    group = whole()
+    group.barrier()
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def look():
+        group._lock.acquire()
+        looks.set()
+        goes_on.wait(20)
+        group._release()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    assert looks.wait(20)
+    channel = group._machine_channel
+    group.close()
+    was_open = group._machine_channel is channel is not None
+    goes_on.set()
+    looker.join(20)
+    return was_open, group._machine_channel
+
+
+def test_a_group_that_is_closed_beside_a_look_is_closed_after_it(job):
+    assert job(ranks=(2,), direct_sums="auto").run(closed_beside_a_look) == [(True, None)] * 2
+
+
 def forked():
     group = whole()
     group.barrier()
