@@ -19,7 +19,7 @@ from bpsfast.bench.push_pull import mpi_environments
 from bpsfast.bench.push_pull.options import PAIRED, Plan
 from bpsfast.orchestration.errors import BpsError
 
-#: Cores are near if a cache line takes at most so many ns from one to the other.
+#: Two cores are near each other if a cache line takes at most this many nanoseconds from one to the other.
 NEAR_NS = 100.0
 _GAP_US = 300
 #: Sizes of the rows after work, and beside busy processes.

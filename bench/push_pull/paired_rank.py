@@ -27,10 +27,10 @@ from bpsfast.tools.doctor import hardware
 from bpsfast.trainer import process
 
 PIECE_NBYTES = 4 << 20
-#: Blocks of small sizes have this many calls; larger ones as many as sum about so many bytes.
+#: The number of calls in a block: the most, and the least. In between a block sums about `_BLOCK_NBYTES`.
 _N_CALLS = 2000
-_BLOCK_NBYTES = 256 << 20
 _LEAST_CALLS = 5
+_BLOCK_NBYTES = 256 << 20
 
 Call = Callable[[], object]
 

@@ -48,7 +48,7 @@ class UnitInstaller:
 
     *room*: bytes by kind of arena that will be allocated; *purpose*: for errors.
 
-    Raises `CapacityError` if the machine cannot hold so much; nothing was allocated. Where only channels do not fit,
+    Raises `CapacityError` if the machine has not enough memory; nothing was allocated. Where only channels do not fit,
     the units get none, and this node sums what their ranks would.
     """
 
