@@ -1,5 +1,5 @@
-# Repeated calls of direct.pyx, whose arguments are compared in C with those of the first call: pushes of one tensor, and
-# the all-reduces of a group of torch.distributed.
+# Repeated calls of direct.pyx, whose arguments are compared in C with those of the first call: pushes of one tensor,
+# and the all-reduces of a group of torch.distributed.
 
 @cython.final
 cdef class Rounds:
