@@ -14,6 +14,7 @@ from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import TracebackType
 
+from .. import orchestration
 from ..base.end_reports import report
 from ..launch.daemons import Daemons
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
@@ -154,8 +155,10 @@ def _without_ours(told: TracebackException) -> TracebackException:
 
 
 def _programs_own(stack: StackSummary) -> list[FrameSummary]:
-    package = str(Path(__file__).parents[1]) + os.sep
-    return [frame for frame in stack if not frame.filename.startswith(package)]
+    """Return the frames of code that is not bpsfast's; Cython names a function of `pyx/` by its module, too."""
+    folders = tuple(str(Path(path)) + os.sep for path in [Path(__file__).parents[1], *orchestration.__path__])
+    return [frame for frame in stack if not frame.filename.startswith(folders)
+            and not frame.name.startswith("bpsfast.pyx.")]
 
 
 def _is_of_peer(error: BaseException | None) -> bool:

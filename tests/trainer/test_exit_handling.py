@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
+from bpsfast.pyx.direct import known_first
 from bpsfast.trainer.exit_handling import ExitWatch
 
 
@@ -100,3 +101,20 @@ def test_a_lost_peer_is_one_line_where_a_launcher_shows_all_ranks(capsys):
     assert re.fullmatch(rf"bpsfast.PeerLostError: rank 1 is lost \(ended in {re.escape(__file__)}, line \d+\)\n", text)
     assert ended_by(lost, capsys).startswith("Traceback")
     assert ended_by(StallError("rank 1 is missing"), capsys, brief=True).startswith("Traceback"), "may be the cause"
+
+
+def test_calls_of_compiled_functions_are_not_shown_as_the_programs(capsys):
+    sys.excepthook = sys.__excepthook__
+    watch = ExitWatch(lambda: None, _NoDaemons(), brief=True)
+
+    @known_first({})
+    def push_pull(*_arguments):
+        raise StallError("rank 1 is missing")
+
+    try:
+        push_pull(1.0)
+    except StallError as exc:
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+    watch.close()
+    text = capsys.readouterr().err
+    assert text.count('  File "') == 2 == text.count(__file__) and "[1 calls within bpsfast" in text, text
