@@ -96,6 +96,7 @@ struct bps_channel {
     uint64_t cell_nbytes, box_nbytes; /* box: of one chunk */
     uint32_t n_slots;
     uint32_t chunks, calls; /* so far; the same on all ranks */
+    uint32_t followed;      /* the last number for which `bps_direct_follow` has set `reduced` */
 };
 
 struct bps_channel_layout {
@@ -153,6 +154,7 @@ static inline void bps_channel_open(struct bps_channel *channel, void *memory, u
     channel->n_slots = layout.n_slots;
     channel->chunks = channel->lines[channel->port.me].published;
     channel->calls = 0;
+    channel->followed = channel->chunks;
 }
 
 /* -- waiting ------------------------------------------------------------------------------------------------------ */
@@ -167,16 +169,26 @@ static inline int bps_direct_trouble(const struct bps_direct_port *port, int loo
     return look_at_node && node.fd >= 0 && poll(&node, 1, 0) == 1 ? BPS_DIRECT_NODE_DIED : BPS_DIRECT_DONE;
 }
 
-/* Sleep until a word has reached `want` or the bell rings, for `timeout_ns` at most; whether all of that time passed
- * or a signal came. */
+/* Whether a rank has declined the present sum, whose first chunk is `first`. */
+static inline int bps_direct_is_declined(const struct bps_channel *channel, uint32_t first)
+{
+    for (int r = 0; channel != NULL && r < channel->port.n; r++)
+        if (bps_reached(bps_load(&channel->lines[r].published), first)
+            && channel->lines[r].header[channel->calls & 1].nbytes == BPS_DIRECT_NOT_HERE)
+            return 1;
+    return 0;
+}
+
+/* Sleep until a word has reached `want`, a rank declines or the bell rings, for `timeout_ns` at most; whether all of that
+ * time passed or a signal came. */
 static inline int bps_direct_sleep(struct bps_direct_port *port, const uint32_t *word, uint32_t want,
-                                   uint64_t timeout_ns)
+                                   const struct bps_direct_call *call, uint64_t timeout_ns)
 {
     struct bps_direct_rank *own = &port->ranks[port->me];
     uint32_t bell = bps_load(&own->bell);
     int status = 0;
-    bps_add(&own->asleep, 1); /* a full fence: who publishes after we have looked at the word finds us asleep */
-    if (!bps_reached(bps_load(word), want))
+    bps_add(&own->asleep, 1); /* a full fence: who publishes after we have looked at the words finds us asleep */
+    if (!bps_reached(bps_load(word), want) && !bps_direct_is_declined(call->summing, call->first))
         status = bps_wait(&own->bell, bell, timeout_ns);
     bps_add(&own->asleep, (uint32_t)-1);
     return status == ETIMEDOUT || status == EINTR;
@@ -200,16 +212,6 @@ static inline int bps_direct_yield(struct bps_direct_port *port, const uint32_t 
         if (has)
             return bps_contention_met(&bps_contention);
     } while (now_ns - begin_ns < port->awake_ns);
-    return 0;
-}
-
-/* Whether a rank has declined the present sum, whose first chunk is `first`. */
-static inline int bps_direct_is_declined(const struct bps_channel *channel, uint32_t first)
-{
-    for (int r = 0; channel != NULL && r < channel->port.n; r++)
-        if (bps_reached(bps_load(&channel->lines[r].published), first)
-            && channel->lines[r].header[channel->calls & 1].nbytes == BPS_DIRECT_NOT_HERE)
-            return 1;
     return 0;
 }
 
@@ -240,7 +242,7 @@ static __attribute__((noinline)) int bps_direct_wait_long(struct bps_direct_port
             break;
         uint64_t left_ns = call->deadline_ns - now_ns;
         uint64_t slice_ns = call->slice_ns != 0 ? call->slice_ns : BPS_DIRECT_SLICE_NS;
-        int look = bps_direct_sleep(port, word, want, left_ns < slice_ns ? left_ns : slice_ns);
+        int look = bps_direct_sleep(port, word, want, call, left_ns < slice_ns ? left_ns : slice_ns);
         has = bps_reached(bps_load(word), want);
         if (!has && look) {
             status = bps_direct_trouble(port, 1);
@@ -334,10 +336,12 @@ static inline void bps_direct_say(struct bps_channel *channel, uint64_t nbytes, 
 
 /* Calls without boxes read no `reduced`: it only must not look ahead after 2^31 of them. Its line is often fetched by other
  * ranks together with the one before, so a store costs more than the rest of such a call. */
-static inline void bps_direct_follow(struct bps_direct_line *own, uint32_t number)
+static inline void bps_direct_follow(struct bps_channel *channel, uint32_t number)
 {
-    if (__builtin_expect(number % (1u << 20) == 0, 0))
-        bps_store(&own->reduced, number);
+    if (__builtin_expect(number - channel->followed >= 1u << 20, 0)) {
+        channel->followed = number;
+        bps_store(&channel->lines[channel->port.me].reduced, number);
+    }
 }
 
 static inline int bps_direct_agree(const struct bps_channel *channel, int r, uint64_t nbytes, uint64_t what)
@@ -360,7 +364,7 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
     bps_direct_say(channel, nbytes, sum->call);
     uint64_t parity = channel->calls & 1;
     memcpy(channel->cells + ((uint64_t)me * 2 + parity) * channel->cell_nbytes, from, nbytes);
-    bps_direct_follow(&channel->lines[me], round);
+    bps_direct_follow(channel, round);
     bps_direct_publish(port, &channel->lines[me].published, round);
     call->summing = channel;
     call->first = round;
@@ -543,10 +547,8 @@ static inline void bps_direct_decline(struct bps_channel *channel, uint64_t nbyt
 static inline int bps_direct_all_reduce(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                         const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
-    uint32_t own = bps_float_enter();
     int status = nbytes <= channel->cell_nbytes ? bps_direct_sum_cells(channel, to, from, nbytes, sum, call)
                                                 : bps_direct_sum_boxes(channel, to, from, nbytes, sum, call);
-    bps_float_leave(own);
     if (__builtin_expect(status == BPS_DIRECT_DECLINED, 0))
         bps_direct_skip(channel);
     return status;
@@ -560,7 +562,7 @@ static inline int bps_direct_meet(struct bps_channel *channel, uint64_t nbytes, 
 {
     struct bps_direct_port *port = &channel->port;
     uint32_t number = ++channel->chunks;
-    bps_direct_follow(&channel->lines[port->me], number);
+    bps_direct_follow(channel, number);
     bps_direct_publish(port, &channel->lines[port->me].published, number);
     for (int r = 0; r < port->n; r++) {
         if (r == port->me)

@@ -191,6 +191,8 @@ cdef int _check(void *context) noexcept with gil:
         PyErr_CheckSignals()
         if channel.look is not None:
             channel.look()
+        if channel.refuses:  # a signal handler has forked or closed: in a fork, the call is the parent's
+            raise RuntimeError("a call is under way in a channel that was closed, or is that of a parent process")
     except BaseException as exc:
         channel.raised = exc
         return 1
@@ -343,6 +345,7 @@ cdef class Channel:
         cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
         if not 0 <= root < self.channel.port.n:
             raise ValueError(f"root {root} of {self.channel.port.n} ranks")
+        self._require(nbytes)
         self._begin(&call, _after(bps_now_ns(), timeout_s), look, keeps_gil)
         if keeps_gil:
             status = bps_direct_broadcast(&self.channel, root, <char *>address, nbytes, what, &call)

@@ -149,6 +149,8 @@ cdef class DirectTensor:
         self.look = self._looks
 
     def _looks(self):
+        if self.channel.refuses:
+            raise self.waits.refusal()
         if self.call.deadline_ns == UINT64_MAX:
             self.call.deadline_ns = _after(self.began_ns, self.waits.timeout_s())
             self.call.slice_ns = DEFERRED_SLICE_NS if self.deferred else 0
@@ -194,18 +196,23 @@ cdef class DirectTensor:
             status = channel._all_reduce(destination, source, self.nbytes, &self.sum, &call, keeps_gil)
             now_ns = _note(self.native, self.part, self.rounds.n_begun, self.nbytes, began_ns,
                            status == BPS_DIRECT_DONE)
-            if self.has_looked or (status != BPS_DIRECT_DONE and status != BPS_DIRECT_DECLINED):
+            if status == BPS_DIRECT_DECLINED:
+                self.n_declined += 1
+                if self.has_looked:
+                    self.waits.end(status, began_ns)
+                self.waits.sum_by_node(self.rounds.round, <uintptr_t>source, <uintptr_t>destination,
+                                       max(0.0, self.waits.timeout_s() - (now_ns - began_ns) / 1e9))
+                return 0
+            if status != BPS_DIRECT_DONE:
                 self.waits.end(status, began_ns)
         except BaseException as exc:
             self.waits.failed(exc)
             raise
-        if status == BPS_DIRECT_DECLINED:
-            self.n_declined += 1
-            self.waits.sum_by_node(self.rounds.round, <uintptr_t>source, <uintptr_t>destination,
-                                   max(0.0, self.waits.timeout_s() - (now_ns - began_ns) / 1e9))
-            return 0
         self.n_sums += 1
-        return self.rounds._summed_directly(now_ns)
+        self.rounds._summed_directly(now_ns)
+        if self.has_looked:  # last: an interrupt in it is one after a sum that all ranks have
+            self.waits.end(status, began_ns)
+        return 0
 
 
 cdef const bps_dl_exchange *_exchange(kind) except NULL:
@@ -294,11 +301,18 @@ cdef class DirectPush:
     cdef object _push_any(self, x, out, average, priority):
         bps_direct_prepare(&self.tensor.channel.channel, self.tensor.nbytes)
         if (average is not self.average or type(x) is not self.kind or self.tensor.rounds.is_retired
-                or self.tensor.channel.refuses or (priority is not self.priority and priority != self.priority)):
+                or self.tensor.channel.refuses
+                or (priority is not self.priority and (type(priority) is not int or priority != self.priority))):
             return None
         if self.exchange != NULL:
             return self._push_tensor(x, out)
         return self._push_array(x, out)
+
+    cdef object _push_known(self, x, out, average, priority):
+        """As `_push_any`; a tensor that requires a gradient is left to Python, which refuses to write into it."""
+        if self.exchange != NULL and (out is None or x.requires_grad is not False or out.requires_grad is not False):
+            return None
+        return self._push_any(x, out, average, priority)
 
     cdef object _push_tensor(self, x, out):
         cdef bps_dl_tensor source, destination
@@ -358,7 +372,7 @@ def known_first(dict pushes not None):
             if type(name) is str and compression is None and learning_rate is None:
                 known = pushes.get(name)
                 if known is not None:
-                    summed = (<DirectPush>known)._push_any(x, out, average, priority)
+                    summed = (<DirectPush>known)._push_known(x, out, average, priority)
                     if summed is not None:
                         return summed
             return function(x, average, name, priority, out, compression, learning_rate)
@@ -433,7 +447,7 @@ cdef class DirectSums:
     cdef Channel channel
     cdef bps_port *native
     cdef dict deferred
-    cdef object kind, options, turn, what, looks, acquire, release
+    cdef object port, kind, options, turn, what, looks, acquire, release
     cdef CallCount count
     cdef Py_hash_t hash_of_sum
     cdef const bps_dl_exchange *exchange
@@ -455,7 +469,7 @@ cdef class DirectSums:
         self.channel, self.deferred, self.kind, self.options, self.turn = channel, deferred, kind, options, turn
         self.hash_of_sum, self.count, self.what = hash_of_sum, count, what
         self.acquire, self.release = lock.acquire, lock.release
-        self.native = <bps_port *>PyCapsule_GetPointer(port.native, "bps_port")
+        self.port, self.native = port, <bps_port *>PyCapsule_GetPointer(port.native, "bps_port")
         self.exchange = _exchange(kind)
         self.looks = self._looks
         self.ndim, self.sum.divisor = -1, 1
@@ -466,6 +480,7 @@ cdef class DirectSums:
         Returns False, and does nothing, if the call has to be made by Python.
         """
         cdef bps_dl_tensor found
+        cdef object tensor  # held, whatever becomes of the list: its memory is read and written below
         if (self.refuses or type(opts) is not self.options or type(tensors) is not list or len(<list>tensors) != 1
                 or self.turn.is_idle is not True or opts.asyncOp is not False
                 or hash(opts.reduceOp) != self.hash_of_sum or self.acquire(False) is not True):
@@ -477,10 +492,14 @@ cdef class DirectSums:
         if self.channel.open:
             bps_direct_prepare(&self.channel.channel, self.nbytes)
         try:
-            if not self._can((<list>tensors)[0], &found):
+            tensor = (<list>tensors)[0]
+            if not self._can(tensor, &found):
                 return False
             if self.deferred:
-                self.what.start_deferred()
+                try:
+                    self.what.start_deferred()
+                except Exception:
+                    return False  # Python makes the call, and raises what its caller knows
             if self.refuses or self.channel.refuses:  # since other threads have run
                 return False
             self.count.n += 1
@@ -540,7 +559,7 @@ cdef class DirectSums:
             status = channel._all_reduce(at, at, self.nbytes, &self.sum, &call, keeps_gil)
             self.opts = None
             _note(self.native, NO_PART, 0, self.nbytes, self.began_ns, status == BPS_DIRECT_DONE)
-            if self.has_looked or status != BPS_DIRECT_DONE:
+            if status != BPS_DIRECT_DONE:
                 self.what.end(status, self.began_ns, self.dtype, self.n_elements)
         except BaseException as exc:
             self.opts = None
@@ -548,11 +567,13 @@ cdef class DirectSums:
             if failure is exc:
                 raise
             raise failure
+        if self.has_looked:  # last: an interrupt in it is one after a sum that all members have
+            self.what.end(status, self.began_ns, self.dtype, self.n_elements)
         return 0
 
     def _looks(self):
         """Look at other things while a call waits. The first time read its timeout, which few calls need."""
-        if self.opts is not None:
+        if self.opts is not None and not self.channel.refuses:
             opts, self.opts = self.opts, None
             self.call.deadline_ns = _after(self.began_ns, self.what.timeout_s(opts))
             self.call.slice_ns = DEFERRED_SLICE_NS if self.deferred else 0

@@ -346,8 +346,8 @@ static inline uint64_t bps_sum_whole(bps_sum_kernel kernel, struct bps_sum_call 
     return rest;
 }
 
-/* Sum any number of bytes. */
-static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
+/* Sum any number of bytes, in the caller's floating-point environment. */
+static inline void bps_sum_any(bps_sum_kernel kernel, struct bps_sum_call *call)
 {
     uint64_t rest = bps_sum_whole(kernel, call), whole = call->nbytes;
     if (rest == 0)
@@ -367,7 +367,7 @@ static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
 }
 
 /* The same where all inputs can be read up to the end of their last line, and none gets the result back. */
-static inline void bps_sum_run_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
+static inline void bps_sum_any_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
 {
     uint64_t rest = bps_sum_whole(kernel, call), whole = call->nbytes;
     if (rest == 0)
@@ -420,6 +420,22 @@ static inline void bps_float_leave(uint32_t own)
 static inline uint32_t bps_float_enter(void) { return 0; }
 static inline void bps_float_leave(uint32_t own) { (void)own; }
 #endif
+
+/* As `bps_sum_any` and `bps_sum_any_padded`, in the default environment. It is taken for each kernel: between two, a wait
+ * may run signal handlers of the caller, which change theirs. */
+static inline void bps_sum_run(bps_sum_kernel kernel, struct bps_sum_call *call)
+{
+    uint32_t own = bps_float_enter();
+    bps_sum_any(kernel, call);
+    bps_float_leave(own);
+}
+
+static inline void bps_sum_run_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
+{
+    uint32_t own = bps_float_enter();
+    bps_sum_any_padded(kernel, call);
+    bps_float_leave(own);
+}
 
 #pragma GCC diagnostic pop
 #endif

@@ -56,6 +56,7 @@ class UnitInstaller:
         (self._me, self._engine, self._regions, self._links, self._sources, self._role, self._stores,
          self._sums) = parts
         self._room = room  # what is not allocated yet
+        self._purpose = purpose
         me, regions = parts.me, parts.regions
         wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
                                                           regions.frames, regions.states, regions.stores)]
@@ -66,8 +67,19 @@ class UnitInstaller:
             try:
                 regions.require([*wanted, (regions.channels, room["channel"])], f"direct sums on node {me.index}")
             except CapacityError as exc:
-                log.warning("%s: tensors of %s are summed by their node, and not by their ranks", exc, purpose)
-                self._has_channels = False
+                self._without_channels(exc)
+
+    def _without_channels(self, why: CapacityError) -> None:
+        log.warning("%s: tensors of %s are summed by their node, and not by their ranks", why, self._purpose)
+        self._has_channels = False
+
+    def _allocate_channel(self, resources: UnitResources, nbytes: int) -> Place | None:
+        """Return memory for a channel; None if it does not fit, now or between what is allocated."""
+        try:
+            return self._allocate(resources, self._regions.channels, nbytes)
+        except CapacityError as exc:
+            self._without_channels(exc)
+            return None
 
     def put(self, unit: UnitPlan, generation: Generation, resources: UnitResources) -> None:
         """Allocate for *unit*, bind what is written to this node, and tell the engine.
@@ -86,8 +98,8 @@ class UnitInstaller:
         places |= self._side_by_side(resources, self._regions.results,
                                      [part for part in here if part.part not in places])
         channel_nbytes = self._role.channel_nbytes(unit)
-        if channel_nbytes and self._has_channels:
-            channel = self._allocate(resources, self._regions.channels, channel_nbytes)
+        channel = self._allocate_channel(resources, channel_nbytes) if channel_nbytes and self._has_channels else None
+        if channel is not None:
             n_ranks = len(self._role.members_of(unit.ranks).local)
             format_channel(channel.address, n_ranks, round_after(unit.first_round, -1))
             generation.channels[unit.unit] = channel

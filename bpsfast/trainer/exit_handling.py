@@ -6,6 +6,7 @@ told at once instead of waiting for a deadline. A forked child needs nothing fro
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import sys
@@ -14,7 +15,6 @@ from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import TracebackType
 
-from .. import orchestration
 from ..base.end_reports import report
 from ..launch.daemons import Daemons
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
@@ -156,7 +156,8 @@ def _without_ours(told: TracebackException) -> TracebackException:
 
 def _programs_own(stack: StackSummary) -> list[FrameSummary]:
     """Return the frames of code that is not bpsfast's; Cython names a function of `pyx/` by its module, too."""
-    folders = tuple(str(Path(path)) + os.sep for path in [Path(__file__).parents[1], *orchestration.__path__])
+    orchestration = Path(inspect.getfile(BpsError)).parent  # beside the package, if that is installed as editable
+    folders = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], orchestration))
     return [frame for frame in stack if not frame.filename.startswith(folders)
             and not frame.name.startswith("bpsfast.pyx.")]
 

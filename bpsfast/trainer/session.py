@@ -145,8 +145,13 @@ class Session:
             for unit, was_retired in zip(units, were_retired):
                 unit.rounds.is_retired = was_retired
             raise BusyError("a tensor cannot be retired before its last round was waited for")
-        for unit in units:
-            unit.await_readers()
+        try:
+            for unit in units:
+                unit.await_readers()
+        except BaseException:
+            for unit, was_retired in zip(units, were_retired):
+                unit.rounds.is_retired = was_retired
+            raise
         regions = [unit.staging for unit in units if unit.has_staging and releases_staging]
         names = [name for unit in units for name in unit.members]
         self.tensors.retire(names)

@@ -247,7 +247,8 @@ class StallTimer:
                                  f"{answer.missing}")
             if now >= self._warn:
                 self._stalled, self._warn = subject, self._inspector.tell(subject, answer, self._begin)
-        self._doubt = max(self._doubt, now + DOUBT_S)
+        if now >= self._doubt:  # else who looks more often would put it off for ever
+            self._doubt = now + DOUBT_S
 
     def __enter__(self) -> StallTimer:
         return self

@@ -56,7 +56,7 @@ class StepClock:
     def __init__(self, port: Port, pushed_nbytes: Callable[[], int]) -> None:
         self._port = port
         self._pushed_nbytes = pushed_nbytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may push while a sample is taken
         self._point_ns, self._point_nbytes = time.monotonic_ns(), 0
         self._points: deque[tuple[int, float]] = deque(maxlen=_N_POINTS)
         port.sample_from(self._point_ns + _POINT_NS)
@@ -76,13 +76,15 @@ class StepClock:
         return n_steps, _times(sums, n_steps), _times(last, 1)
 
     def _sample_speed(self, now_ns: int) -> None:
-        if now_ns - self._point_ns >= _POINT_NS:
-            nbytes = self._pushed_nbytes()
-            if nbytes > self._point_nbytes:
-                rate = (nbytes - self._point_nbytes) / 1e6 / ((now_ns - self._point_ns) / 1e9)
-                self._points.append((time.time_ns() // 1_000_000, rate))
-            self._point_ns, self._point_nbytes = now_ns, nbytes
-            self._port.sample_from(now_ns + _POINT_NS)
+        if now_ns - self._point_ns < _POINT_NS:
+            return
+        before_ns, self._point_ns = self._point_ns, now_ns  # first: a signal handler that pushes takes no second sample
+        self._port.sample_from(now_ns + _POINT_NS)
+        nbytes = self._pushed_nbytes()
+        if nbytes > self._point_nbytes:
+            rate = (nbytes - self._point_nbytes) / 1e6 / ((now_ns - before_ns) / 1e9)
+            self._points.append((time.time_ns() // 1_000_000, rate))
+        self._point_nbytes = nbytes
 
     def speed(self) -> tuple[int, float]:
         """Take the oldest sample of the speed: see `get_pushpull_speed`."""

@@ -20,7 +20,15 @@ from ..base.settings import Settings
 from ..base.trace_records import Part
 from ..gpu.copies import CopyToDevice
 from ..gpu.device import DeviceSegment
-from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
+from ..orchestration.errors import (
+    BpsError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ProtocolError,
+    StallError,
+    UnsupportedError,
+)
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
 from ..pyx.direct import ANY_NBYTES, Channel, DirectTensor
@@ -53,6 +61,7 @@ class UnitOwner(Protocol):
     n_helpers: int
 
     def require_open(self) -> None: ...
+    def close(self, clean: bool = True, reason: str = "") -> None: ...  # timeout
     def retire(self, units: Sequence[Unit], releases_staging: bool = False) -> None: ...
 
 
@@ -294,7 +303,10 @@ class Unit:
         return True
 
     def sum_by_node(self, round: int, source: int, destination: int, timeout_s: float) -> None:
-        """Have the node sum *round*, which has begun, from *source* into *destination*. Raises as `wait`."""
+        """Have the node sum *round*, which has begun, from *source* into *destination*. Raises as `wait`.
+
+        If there is no memory for the input, the job ends: the other ranks are in the round, and would wait for it.
+        """
         try:
             deadline = time.monotonic() + timeout_s
             if self._slides(source, destination):
@@ -309,6 +321,8 @@ class Unit:
             self.wait(round, max(0.0, deadline - time.monotonic()))
         except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
+            if isinstance(exc, CapacityError):
+                self.session.close(clean=False, reason=f"CapacityError: rank {self.session.rank}: {exc}")
             raise
 
     def begin(self, nbytes: int) -> tuple[int, list[CopyToDevice]]:
@@ -342,11 +356,11 @@ class Unit:
             return ClosedError(f"{self.name!r} was retired: its partitions may belong to another tensor now")
         if self._given_up:
             self.session.port.check()  # if the job is over, that is the better reason
-            return BusyError(f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the "
+            return BusyError(f"{self.name!r} cannot be pushed again: its last round ended with an error in the "
                              f"call that pushed it, which nobody can wait for any more; use another name "
                              f"({self._given_up})")
-        return BusyError(f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize "
-                         "the handle (or wait for the gradient) first, or use another name")
+        return BusyError(f"{self.name!r} is pushed again, but its last round was not waited for: synchronize the "
+                         " handle (or wait for the gradient) first, or use another name")
 
     # -- results ---------------------------------------------------------------------------------------------------
 

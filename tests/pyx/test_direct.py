@@ -77,6 +77,14 @@ def expected(xs: list[np.ndarray], op: str, average: bool) -> np.ndarray:
     return out
 
 
+def test_a_broadcast_beyond_the_channel_is_refused():
+    channel = Ranks(2, 1000).open(0)
+    x = np.zeros(5000, np.uint8)
+    with pytest.raises(ValueError, match="5000 bytes in a channel for 1000"):
+        channel.broadcast(0, x.ctypes.data, x.nbytes, 1, 1.0)
+    channel.close()
+
+
 def at_an_odd_address(x: np.ndarray, offset: int) -> np.ndarray:
     memory = np.empty(x.nbytes + 64, np.uint8)
     placed = memory[offset:offset + x.nbytes]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import signal
 import time
 from pathlib import Path
@@ -48,6 +49,49 @@ def in_place():
 
 def test_tensors_are_summed_in_place(ranks):
     assert set(map(min, ranks.run(in_place))) == {3}, "all but the first, which came before the commit"
+
+
+def out_of_place():
+    x, out = torch.ones(1000), torch.zeros(1000)
+    for _ in range(4):
+        assert bpsfast.push_pull(x, False, "out", out=out) is out and out.eq(2).all()
+    wide = torch.ones(1500)
+    bpsfast.push_pull(wide[:1000], False, "out", out=wide[500:])
+    assert wide[500:].eq(2).all() and wide[:500].eq(1).all()
+    learned = torch.ones(1000, requires_grad=True)
+    for name in ("out", "fresh"):  # whether or not the name has a short way
+        for source, destination in ((learned, learned), (x, learned), (learned, out)):
+            with pytest.raises((bpsfast.BpsError, RuntimeError, BufferError), match=r"requires? grad"):
+                bpsfast.push_pull(source, False, name, out=destination)
+    assert learned.eq(1).all()
+    return process.current().tensors.unit("out").direct.n_sums
+
+
+def test_tensors_are_summed_out_of_place(ranks):
+    assert set(ranks.run(out_of_place)) == {3}
+
+
+def deferred_beside_a_loss(path):
+    """Rank 1 is gone when rank 0, with a push that was never joined, reduces: the error is torch's."""
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    x = torch.ones(100)
+    for _ in range(3):
+        dist.all_reduce(x)
+    if bps.rank() == 1:
+        os._exit(7)
+    bpsfast.push_pull_async(torch.ones(3).numpy(), True, "never")
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        while True:
+            dist.all_reduce(x)
+    return True
+
+
+def test_a_loss_beside_a_deferred_push_is_torchs_error(job, tmp_path):
+    running = job(ranks=(2,), direct_sums="auto", timeout_s=20)
+    running.begin(deferred_beside_a_loss, tmp_path / "store")
+    [outcome] = running.outcomes(only=(0,))
+    assert outcome.value is True, outcome
+    running.kill()
 
 
 def all_reduces(path):

@@ -17,6 +17,7 @@ import bpsfast
 from bpsfast.launch.daemons import clean_environment
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer import process
+from bpsfast.trainer.input_memory import InputMemory
 from tests.support.lossy_training import joined
 
 FORMS = ("in place", "new", "out", "segment", "segment out", "async", "async out")
@@ -180,6 +181,9 @@ def differing_arguments():
         out = np.empty_like(x)
         assert bpsfast.push_pull(x, False, "differing", out=out).sum() == total
     errors = []
+    for priority in (np.array([1, 2]), "urgent", 1.5):
+        with pytest.raises(bpsfast.ConfigError):
+            bpsfast.push_pull(x.copy(), False, "differing", priority, out=np.empty_like(x))
     frozen = x.copy()
     frozen.flags.writeable = False
     for y, average, out in ((x.reshape(16), False, x.reshape(16)), (x.view(np.int32), False, x.view(np.int32)),
@@ -319,6 +323,115 @@ def test_a_stopped_rank_is_named_at_the_deadline(job, nbytes):
     running.kill()
 
 
+def leave_early(nbytes, deferred):
+    """Rank 0 leaves; who then sums directly learns that at once. *deferred*: a push waits for a commit meanwhile."""
+    x = np.ones(nbytes // 4, np.float32)
+    for _ in range(3):
+        bpsfast.push_pull(x, True, "left", out=x)
+    if bpsfast.rank() == 0:
+        bpsfast.shutdown()
+        return 0.0, ""
+    if deferred:
+        bpsfast.push_pull_async(x.copy(), True, "never")
+    begin = time.monotonic()
+    with pytest.raises(bpsfast.StallError) as caught:
+        bpsfast.push_pull(x, True, "left", out=x)
+    return time.monotonic() - begin, str(caught.value)
+
+
+@pytest.mark.parametrize(("nbytes", "deferred", "direct_sums"), [
+    (400, False, "auto"), (8 << 20, False, "auto"), (400, True, "auto"), (400, True, "off")])
+def test_a_rank_that_left_is_not_waited_for(job, nbytes, deferred, direct_sums):
+    running = job(ranks=(3,), direct_sums=direct_sums, timeout_s=60)
+    for waited_s, text in running.run(leave_early, nbytes, deferred)[1:]:
+        assert "missing: rank 0" in text and "has called shutdown" in text and waited_s < 15
+    running.kill()
+
+
+def without_memory_for_the_node(nbytes):
+    """Rank 1 pushes to the node; rank 0, which summed directly until then, has no memory for what that needs."""
+    x = np.ones(nbytes // 4, np.float32)
+    bpsfast.declare("narrow", x.shape, "float32")
+    tensor("narrow")
+    bpsfast.barrier()
+    for _ in range(3):
+        bpsfast.push_pull(x, True, "narrow", out=x)
+    assert tensor("narrow").n_sums == 3
+    bpsfast.barrier()
+    begin = time.monotonic()
+    try:
+        if bpsfast.rank() == 0:
+            InputMemory.allocate = lambda _self, _nbytes: raised(bpsfast.CapacityError("there is none"))
+            bpsfast.push_pull(x, True, "narrow", out=x)
+        else:
+            bpsfast.synchronize(bpsfast.push_pull_async(x, True, "narrow"))
+    except bpsfast.BpsError as exc:
+        return type(exc).__name__, str(exc), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def raised(error):
+    raise error
+
+
+@pytest.mark.parametrize("nbytes", [400, 12 << 20])
+def test_who_has_no_memory_for_a_round_that_another_declined_ends_it_for_all(job, nbytes):
+    running = job(ranks=(2,), direct_sums="auto", timeout_s=60)
+    first, second = running.run(without_memory_for_the_node, nbytes)
+    assert first[:2] == ("CapacityError", "there is none")
+    assert second[0] in ("CapacityError", "PeerLostError") and "rank 0" in second[1] and "there is none" in second[1]
+    assert second[2] < 20
+    running.kill()
+
+
+def declare_all(shapes):
+    """Declare direct tensors {name: bytes}, and others in capitals; return their units once all ranks have them."""
+    session = process.current()
+    session.tensors.declare([TensorSpec(name=name, dtype="uint8", shape=(nbytes,), average=False,
+                                        direct=not name.isupper()) for name, nbytes in shapes.items()])
+    units = [session.tensors.unit(name) for name in shapes]
+    bpsfast.barrier()
+    return units
+
+
+def memory_in_pieces():
+    """There is room for the channel of "big", but not in one piece: its node sums it, and nothing is refused."""
+    session, x = process.current(), bpsfast.empty((250 << 10,), np.uint8)
+    x[:] = 1
+    first, *small = declare_all({"FIRST": 600 << 10, **{f"small {i}": 200 << 10 for i in range(4)}})
+    session.retire([first])
+    session.retire([small[0], small[2]])
+    bpsfast.barrier()
+    (big,) = declare_all({"big": 250 << 10})
+    return big.channel is not None, [small[1].channel is not None], int(bpsfast.push_pull(x, False, "big")[-1])
+
+
+def test_a_tensor_whose_channel_does_not_fit_is_summed_by_its_node(job):
+    running = job(ranks=(2,), direct_sums="auto", max_bytes=10_600_000)
+    assert running.run(memory_in_pieces) == [(False, [True], 2)] * 2
+    running.kill()
+
+
+def a_retire_that_fails():
+    x = np.ones(10, np.float32)
+    for _ in range(3):
+        bpsfast.push_pull(x, True, "stays", out=x)
+    unit = process.current().tensors.unit("stays")
+    unit.await_readers = lambda: raised(bpsfast.StallError("the device is late"))
+    with pytest.raises(bpsfast.StallError, match="the device is late"):
+        process.current().retire([unit])
+    bpsfast.push_pull(x, True, "stays", out=x)
+    del unit.await_readers
+    process.current().retire([unit])
+    with pytest.raises(bpsfast.ClosedError):
+        unit.push()
+    return float(x[0])
+
+
+def test_a_tensor_that_could_not_be_retired_can_still_be_pushed(ranks):
+    assert set(ranks.run(a_retire_that_fails)) == {1.0}
+
+
 def interrupted(nbytes):
     """Ctrl-C ends a direct sum at once; who then waits for what that rank still had to sum learns its name."""
     x = np.ones(nbytes // 4, np.float32)
@@ -341,7 +454,7 @@ def interrupted(nbytes):
         bpsfast.push_pull(x, True, "interrupted", out=x)
     waited_s = time.monotonic() - begin
     timer.join()
-    with pytest.raises(bpsfast.BusyError, match=r"cannot be pushed again: its round .* ended with an error"):
+    with pytest.raises(bpsfast.BusyError, match=r"cannot be pushed again: its last round ended with an error"):
         bpsfast.push_pull(x, True, "interrupted", out=x)
     bpsfast.barrier()
     process.current().barrier(30)  # the others wait until their deadline before

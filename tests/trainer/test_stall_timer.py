@@ -5,6 +5,7 @@ import math
 import os
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,19 @@ class Wait:
 
     def look(self):
         self.patience.look(self.ask, lambda: self.is_there)
+
+
+def test_who_looks_often_asks_about_departures_too(stall_query, monkeypatch):
+    """A direct wait looks every tenth of a second, or more often while pushes are deferred."""
+    now_s = [1000.0]
+    monkeypatch.setattr("bpsfast.trainer.stall_inspector.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    stall_query.has_departures = lambda: True
+    wait = Wait(stall_query, 0.0, HOPELESS)
+    with pytest.raises(StallError, match="missing: rank 2, gone"), wait.patience:
+        while now_s[0] < 1000 + 2 * DOUBT_S:
+            now_s[0] += DOUBT_S / 10
+            wait.look()
+    assert wait.n_asked == 1
 
 
 def test_nobody_is_asked_before_there_is_a_reason(stall_query):

@@ -134,3 +134,24 @@ def test_the_speed_has_a_point_for_ten_seconds(port, monkeypatch):
     assert clock.speed() == (0, -5.0), "nothing was pushed"
     now_s[0], nbytes[0] = 150.0, 41_000_000
     assert clock.speed() == (150_000, 0.1)
+
+
+def test_a_signal_handler_may_push_while_the_speed_is_taken(port, monkeypatch):
+    """What it pushes takes no other sample, and waits for none."""
+    now_s = [100.0]
+    monkeypatch.setattr("bpsfast.trainer.step_clock.time", SimpleNamespace(
+        monotonic_ns=lambda: int(now_s[0] * 1e9), time_ns=lambda: int(now_s[0] * 1e9)))
+    rounds = []
+
+    def pushed_nbytes():
+        if rounds:
+            handler()
+        return 8_000_000
+
+    def handler(*_):
+        clock._sample(int(now_s[0] * 1e9))
+
+    clock = StepClock(port, pushed_nbytes)
+    rounds.append(clock.rounds(1))
+    now_s[0] = 120.0
+    assert clock.speed() == (120_000, 0.4) and clock.speed() == (0, -5.0)
