@@ -56,7 +56,7 @@ static inline void bps_backups_step(struct bps_core *core, int thread, struct bp
         if (core->parts[store->parts[i]].is_taken)
             store->taken[n++] = store->parts[i];
     int is_everybody = n == store->n_parts;
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     pthread_mutex_lock(&store->lock);
     for (uint32_t i = 0; i < n; i++) {
         struct bps_part *part = &core->parts[store->taken[i]];
@@ -126,7 +126,7 @@ static inline void bps_run_backups(struct bps_core *core, struct bps_worker *wor
             core->left_out++;
             bps_backups_count_lag(core, part, store->last_begun_ns, 1);
         }
-        pthread_mutex_unlock(&core->lock);
+        bps_leave(core);
         bps_store_step(core, worker->index, index, round, 3, (void *)part->outputs[round & 1], 0, 1);
         pthread_mutex_lock(&core->lock);
         word = bps_hand_out(core, index, round);

@@ -53,6 +53,50 @@ static inline int bps_checked_send(int fd, const struct bps_header *header, cons
     return rc;
 }
 
+/* A whole write in pieces, with checksums if `checks`. */
+struct bps_write_pieces {
+    unsigned char head[sizeof(struct bps_header) + BPS_CHECKSUM_NBYTES];
+    uint32_t tail;
+    struct iovec pieces[3];
+};
+
+static inline void bps_write_pieces(struct bps_write_pieces *write, const struct bps_header *header,
+                                    const void *payload, size_t nbytes, int checks)
+{
+    uint32_t crc = checks ? bps_crc32c(0, header, sizeof *header, 0) : 0;
+    memcpy(write->head, header, sizeof *header);
+    memcpy(write->head + sizeof *header, &crc, BPS_CHECKSUM_NBYTES);
+    write->tail = checks ? bps_crc32c(crc, payload, nbytes, 0) : 0;
+    write->pieces[0] = (struct iovec){write->head, sizeof *header + (checks ? BPS_CHECKSUM_NBYTES : 0)};
+    write->pieces[1] = (struct iovec){(void *)payload, nbytes};
+    write->pieces[2] = (struct iovec){&write->tail, checks && nbytes != 0 ? BPS_CHECKSUM_NBYTES : 0};
+}
+
+/* Send as much of a write as the socket takes at once; how many bytes, or -1 and errno. */
+static inline ssize_t bps_send_at_once(int fd, const struct bps_header *header, const void *payload, size_t nbytes,
+                                       int checks)
+{
+    struct bps_write_pieces write;
+    bps_write_pieces(&write, header, payload, nbytes, checks);
+    struct msghdr message = {.msg_iov = write.pieces, .msg_iovlen = 3};
+    return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+/* Send a write whole, of which `done` bytes have been sent. 0 or an errno. */
+static inline int bps_send_rest(int fd, const struct bps_header *header, const void *payload, size_t nbytes, int checks,
+                                size_t done)
+{
+    struct bps_write_pieces write;
+    bps_write_pieces(&write, header, payload, nbytes, checks);
+    for (int i = 0; i < 3; i++) {
+        size_t skipped = done < write.pieces[i].iov_len ? done : write.pieces[i].iov_len;
+        write.pieces[i].iov_base = (char *)write.pieces[i].iov_base + skipped;
+        write.pieces[i].iov_len -= skipped;
+        done -= skipped;
+    }
+    return bps_send_pieces(fd, write.pieces, 3);
+}
+
 /* Receive a header, and its checksum, which that of the payload goes on from. As `bps_receive_all`; EBADMSG if it does
  * not fit. */
 static inline int bps_checked_receive_header(int fd, struct bps_header *header, uint32_t *checksum)

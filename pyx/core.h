@@ -1,8 +1,8 @@
 /* Core: the engine's state, what arrives at it and what it passes on. One lock; its threads are in `workers.h`.
  *
  *   lanes, transports --bps_arrive--> part complete --bps_ready--> heap --bps_run_part--> kernel
- *       owned part   bps_hand_out: board word, lanes of peers on this host, RESULT event
- *       member part  bps_forward:  lane of an owner on this host, or FORWARD event
+ *       owned part   bps_hand_out: board word, lanes of peers on this host, RESULT to `dispatch.h`
+ *       member part  bps_forward:  lane of an owner on this host, or FORWARD to `dispatch.h`
  *   result of a member part --bps_arrive--> board word
  */
 #pragma once
@@ -11,6 +11,7 @@
 
 #include "board.h"
 #include "codec.h"
+#include "dispatch.h"
 #include "events.h"
 #include "part.h"
 #include "record.h"
@@ -72,10 +73,12 @@ struct bps_core {
     void *board;
     struct bps_doorbell *doorbell;
     uint64_t nontemporal_nbytes, awake_ns;
-    struct bps_worker *workers;
+    struct bps_worker *workers; /* one more than threads: who receives a small input may sum as that one */
+    int spare_is_busy;
     struct bps_cpus cpus;
     struct bps_trace trace;
     struct bps_events events;
+    struct bps_dispatch *dispatch; /* sends what FORWARD and RESULT ask for; NULL: Python does, which reads them */
     struct bps_lag *local_lags; /* by source: ranks of this machine among each other */
     struct bps_lag *owner_lags; /* by source: all inputs of units whose first partition is owned here */
     uint64_t sums, bytes_summed, published, published_nbytes, forwarded, stale, left_out, allocations;
@@ -93,12 +96,32 @@ static inline void bps_abort(struct bps_core *core, const char *reason, size_t n
 static inline void bps_event_out(struct bps_core *core, uint32_t kind, uint32_t source, uint32_t part, uint32_t round,
                                  uint32_t code, uint64_t address, uint64_t nbytes)
 {
+    if (core->dispatch != NULL && kind != BPS_EVENT_LOST) {
+        bps_dispatch_event(core->dispatch, kind, source, part, round, code, address, nbytes);
+        return;
+    }
     struct bps_event event = {kind, source, part, round, code, address, nbytes};
     static const char reason[] = "CapacityError: the node of this machine ran out of memory for what its engine has to "
                                  "report, and ended the job: give it more memory, or push less";
     if (bps_events_push(&core->events, event) != 0) /* a lost event is a hang: end the job instead */
         bps_abort(core, reason, sizeof reason);
 }
+
+/* Drop the engine's lock, wake up to n threads of the engine and who sleeps on `word` (NULL: nobody), then send what
+ * there was to send meanwhile. */
+static inline void bps_leave_and_wake(struct bps_core *core, uint32_t *word, int n)
+{
+    struct bps_dispatch *dispatch = core->dispatch;
+    pthread_mutex_unlock(&core->lock);
+    if (word != NULL)
+        bps_wake(word, INT_MAX);
+    if (n != 0)
+        bps_ring_doorbell(core->doorbell, n);
+    if (dispatch != NULL && bps_load(&dispatch->is_due))
+        bps_dispatch_pump(dispatch);
+}
+
+static inline void bps_leave(struct bps_core *core) { bps_leave_and_wake(core, NULL, 0); }
 
 static inline void bps_broken(struct bps_core *core, uint32_t source, uint32_t part, uint32_t round)
 {
@@ -390,8 +413,7 @@ static inline void bps_ran(struct bps_core *core, uint32_t *word)
     if (core->frozen && core->running == 0)
         pthread_cond_broadcast(&core->idle);
     if (word != NULL) {
-        pthread_mutex_unlock(&core->lock);
-        bps_wake(word, INT_MAX);
+        bps_leave_and_wake(core, word, 0);
         pthread_mutex_lock(&core->lock);
     }
 }

@@ -101,6 +101,7 @@ cdef extern from "core.h" nogil:
 
 cdef extern from "arrivals.h" nogil:
     void bps_on_arrived(void *, uint32_t, uint32_t, uint32_t, uint32_t)
+    void bps_on_attach(void *, void *)
     void bps_on_notify(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t)
 
 cdef extern from "store.h" nogil:

@@ -14,6 +14,7 @@ NOBODY: int
 class Engine:
     arrived_address: int
     notify_address: int
+    attach_address: int
     handle: int
     generation: int
     failure: str

@@ -5,12 +5,12 @@ For each partition the engine knows its inputs, a kernel, an output and its dest
 input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready; threads pop
 the ready ones of the oldest step by their integer rank, run the kernel without any lock, and (`core.h`)
 
-    owner   publish on the board, tell peers of this host by lane, hand EVENT_RESULT to Python for the others
-    member  announce the partial to an owner on this host, or hand EVENT_FORWARD to Python
+    owner   publish on the board, tell peers of this host by lane, give what goes to others to the dispatch
+    member  announce the partial to an owner on this host, or give it to the dispatch
 
-so a job on one machine runs no Python per partition. The policy is outside: integer ranks come with `commit`, and the
-reader of `events` decides what is sent next. Results are double-buffered by the parity of the round; inputs are never
-written. What the methods do is in the headers.
+so no Python runs per partition. The policy is outside: integer ranks come with `commit`. An engine without a dispatch
+reports what is to be sent as EVENT_RESULT and EVENT_FORWARD. Results are double-buffered by the parity of the round;
+inputs are never written. What the methods do is in the headers.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -88,6 +88,11 @@ cdef class Engine:
     def notify_address(self):
         """Address of the `bps_notify_fn` (hooks.h)."""
         return <uintptr_t>&bps_on_notify
+
+    @property
+    def attach_address(self):
+        """Address of the `bps_attach_fn` (hooks.h), for a `bpsfast.pyx.dispatch.Dispatch`."""
+        return <uintptr_t>&bps_on_attach
 
     @property
     def generation(self):

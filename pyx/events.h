@@ -1,4 +1,5 @@
-/* Events: what native threads report to the node's Python loop, which takes them in batches.
+/* Events: what native threads report to the node's Python loop, which takes them in batches; all but LOST only if the
+ * engine has no dispatch.
  *
  *   FORWARD    a partial waits to be written to `source`, the owner (code: flags of the entry)
  *   RESULT     a result waits to be written to every wire peer with ranks

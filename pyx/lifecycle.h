@@ -19,9 +19,7 @@ static inline int bps_freeze(struct bps_core *core, uint64_t timeout_ns)
     int running = core->running;
     if (running != 0)
         bps_thaw(core);
-    pthread_mutex_unlock(&core->lock);
-    if (running != 0)
-        bps_ring_doorbell(core->doorbell, INT_MAX); /* for what was queued meanwhile */
+    bps_leave_and_wake(core, NULL, running != 0 ? INT_MAX : 0); /* for what was queued meanwhile */
     return running;
 }
 
@@ -29,7 +27,7 @@ static inline void bps_stop(struct bps_core *core)
 {
     pthread_mutex_lock(&core->lock);
     core->stopping = 1;
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     bps_ring_doorbell(core->doorbell, INT_MAX);
     for (int i = 0; i < core->n_workers; i++)
         pthread_join(core->workers[i].thread, NULL);
@@ -77,7 +75,7 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
     core->sources = calloc(BPS_MAX_SOURCES, sizeof *core->sources);
     core->local_lags = calloc(BPS_MAX_SOURCES, sizeof *core->local_lags);
     core->owner_lags = calloc(BPS_MAX_SOURCES, sizeof *core->owner_lags);
-    core->workers = calloc((size_t)n_workers, sizeof *core->workers);
+    core->workers = calloc((size_t)n_workers + 1, sizeof *core->workers);
     if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked
         || !core->sources || !core->local_lags || !core->owner_lags || !core->workers
         || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
@@ -91,6 +89,8 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
 static inline int bps_start(struct bps_core *core, int n_workers)
 {
     bps_look_for_cpus(&core->cpus, n_workers);
+    core->workers[n_workers].core = core;
+    core->workers[n_workers].index = n_workers;
     for (int i = 0; i < n_workers; i++) {
         core->workers[i].cpu_use.cpu = -1;
         core->workers[i].cpu_use.allowed = core->cpus.all;
@@ -103,7 +103,7 @@ static inline int bps_start(struct bps_core *core, int n_workers)
         }
         pthread_mutex_lock(&core->lock);
         core->n_workers++;
-        pthread_mutex_unlock(&core->lock);
+        bps_leave(core);
     }
     return 0;
 }
@@ -139,7 +139,6 @@ static inline int bps_map_segment(struct bps_core *core, uint32_t source, uint32
     core->n_parked = 0;
     for (uint32_t i = 0; i < n_parked; i++) /* parks again behind what is read here */
         bps_ready(core, core->parked[i]);
-    pthread_mutex_unlock(&core->lock);
-    bps_ring_doorbell(core->doorbell, INT_MAX);
+    bps_leave_and_wake(core, NULL, INT_MAX);
     return rc;
 }

@@ -18,7 +18,7 @@ static inline int bps_detach(struct bps_core *core, uint32_t source)
     int is_frozen = core->frozen;
     if (is_frozen)
         core->sources[source].kind = BPS_CLOSED;
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return is_frozen ? BPS_OWNER_CHANGED : BPS_NOT_FROZEN;
 }
 
@@ -31,7 +31,7 @@ static inline int bps_progress(struct bps_core *core, uint32_t index, uint32_t *
         *passed_on = core->parts[index].round;
         *complete = bps_load(bps_board_word(core->board, index));
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return is_there ? BPS_OWNER_CHANGED : BPS_NO_PART;
 }
 
@@ -51,7 +51,7 @@ static inline int bps_was_told(struct bps_core *core, uint32_t index, uint32_t s
         const struct bps_early *early = &core->early[i];
         was_told |= early->source == source && early->part == index && early->round == round;
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return was_told;
 }
 
@@ -120,9 +120,7 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
         if (part->round != after)
             bps_pass_on_again(core, index);
     }
-    pthread_mutex_unlock(&core->lock);
-    if (word != NULL)
-        bps_wake(word, INT_MAX);
+    bps_leave_and_wake(core, word, 0);
     return status;
 }
 
@@ -161,7 +159,7 @@ static inline int bps_change_owner(struct bps_core *core, uint32_t index, struct
         core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
         core->allocations++;
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return status;
 }
 
@@ -186,6 +184,6 @@ static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_
         old->given_round = after + 1;
         bps_table_trim(core);
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return status;
 }

@@ -13,7 +13,7 @@ sight: they must not refer to the stream or rail that keeps them. After a fork t
 (ValueError) and release nothing.
 """
 cimport cython
-from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
+from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EINVAL, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -66,7 +66,7 @@ cdef extern from "rail.h" nogil:
     void bps_rdma_unbind(bps_rdma_stream *, uint32_t)
     int bps_rdma_post(bps_rdma_stream *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
     int bps_rdma_prove(bps_rdma_stream *)
-    void bps_rdma_start(bps_rdma_stream *, uint32_t, void *, bps_arrived_fn, bps_notify_fn)
+    void bps_rdma_start(bps_rdma_stream *, uint32_t, uint32_t, void *, bps_arrived_fn, bps_notify_fn)
     void bps_rdma_end(bps_rdma_stream *)
 
 cdef extern from "rail.h" nogil:

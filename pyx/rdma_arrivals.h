@@ -94,5 +94,5 @@ static inline void bps_rdma_arrived(struct bps_rdma_stream *stream, const struct
         return;
     uint64_t now_ns = stream->records.records != NULL ? bps_now_ns() : 0;
     bps_record_add(&stream->records, BPS_RECEIVE, (int)stream->peer, slot, round, wc->byte_len, now_ns, now_ns);
-    stream->arrived(stream->engine, stream->peer, slot, round, flags);
+    stream->arrived(stream->engine, stream->peer, slot, round, flags | BPS_MORE_ARRIVED); /* the rail has others */
 }

@@ -54,7 +54,7 @@ struct bps_failure { /* the first one; a flush gives way to its cause */
 struct bps_rdma_stream {
     struct bps_regions *regions; /* its rail's */
     struct bps_ibv_qp *qp;
-    uint32_t number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
+    uint32_t link_number, number, peer, epoch, n_slots, max_send, max_receive, inline_nbytes, signal_every;
     uint32_t unsignalled; /* writes since the last one that asked for a completion */
     void *engine; /* NULL before start */
     bps_arrived_fn arrived;
@@ -89,7 +89,7 @@ static inline void bps_rdma_fail(struct bps_rdma_stream *stream, struct bps_fail
     if (stream->engine != NULL && !stream->told) {
         stream->told = 1;
         uint32_t code = failure.kind == BPS_FAILED_ARRIVAL ? EPROTO : EIO;
-        stream->notify(stream->engine, BPS_EVENT_LOST, stream->peer, 0, 0, code, 0);
+        stream->notify(stream->engine, BPS_EVENT_LOST, stream->peer, 0, 0, code, stream->link_number);
     }
 }
 
@@ -104,10 +104,11 @@ static inline void bps_rdma_end(struct bps_rdma_stream *stream)
 }
 
 /* Report to an engine from now on. What failed before is reported at once. */
-static inline void bps_rdma_start(struct bps_rdma_stream *stream, uint32_t peer, void *engine, bps_arrived_fn arrived,
-                                  bps_notify_fn notify)
+static inline void bps_rdma_start(struct bps_rdma_stream *stream, uint32_t peer, uint32_t link_number, void *engine,
+                                  bps_arrived_fn arrived, bps_notify_fn notify)
 {
     pthread_mutex_lock(&stream->lock);
+    stream->link_number = link_number;
     stream->peer = peer;
     stream->arrived = arrived;
     stream->notify = notify;

@@ -1,6 +1,15 @@
 # The class Stream of rdma.pyx.
 
 
+cdef int _post(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address,
+               uint64_t nbytes, int *is_delivered) noexcept nogil:
+    """`bps_post_fn`: an errno of `bps_rdma_post`, or EINVAL for a slot that the stream does not have."""
+    is_delivered[0] = False
+    if slot >= (<bps_rdma_stream *>stream).n_slots:
+        return EINVAL
+    return bps_rdma_post(<bps_rdma_stream *>stream, slot, round, flags, address, nbytes)
+
+
 @cython.final
 @cython.no_gc  # as for `Rail`: what is kept goes after the stream, in no order of the collector's
 cdef class Stream:
@@ -73,6 +82,16 @@ cdef class Stream:
         return 0
 
     @property
+    def handle(self):
+        """Address that the function at `post_address` takes first; valid as long as this object."""
+        return <uintptr_t>self.stream
+
+    @property
+    def post_address(self):
+        """Address of the `bps_post_fn` (hooks.h), which does as `post`."""
+        return <uintptr_t>&_post
+
+    @property
     def peer(self):
         """The engine's source id of the node at the other end, once started."""
         return self.stream.peer
@@ -97,13 +116,14 @@ cdef class Stream:
                 bps_wait(&stream.proof, seen, min(until - now, <uint64_t>100000000))
         return (seen & both) == both and not seen & BPS_PROOF_FAILED
 
-    def start(self, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify, keep=None):
-        """Report to an engine from now on, as its source *peer*; addresses as for `bpsfast.pyx.tcp.Stream`."""
+    def start(self, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify, uint32_t number=0,
+              keep=None):
+        """Report to an engine from now on, as its source *peer*; addresses, *number*: see `bpsfast.pyx.tcp.Stream`."""
         cdef bps_rdma_stream *stream = self._open()
         if stream.engine != NULL:
             raise ValueError("a stream is started once")
         self.keep = (self.keep, keep)
-        bps_rdma_start(stream, peer, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
+        bps_rdma_start(stream, peer, number, <void *>engine, <bps_arrived_fn>arrived, <bps_notify_fn>notify)
 
     def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
              uint32_t first_round=1):

@@ -5,7 +5,7 @@
  * A trace has a fixed capacity: once full it counts what it drops, so tracing never allocates on the data path. Only
  * rounds from first_round to last_round are kept, so the middle of a long job can be traced.
  *
- * `thread` is the engine's thread; of WIRE and RECEIVE the source id of the peer. Of PUSH `nbytes` is the number of
+ * `thread` is the engine's thread, or their number for who received the last input of a small part and summed it; of WIRE and RECEIVE the source id of the peer. Of PUSH `nbytes` is the number of
  * partitions, from `part` on, that were announced together. APPLY and ANSWER are made under their store's lock, so
  * their beginnings show the order. RECEIVE over RDMA is a moment, because its beginning is not observable.
  */

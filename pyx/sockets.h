@@ -33,6 +33,13 @@ static inline uint64_t bps_unacknowledged(int fd)
     return ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0 ? (uint64_t)nbytes : 0;
 }
 
+/* Whether there is something to receive. */
+static inline int bps_has_arrived(int fd)
+{
+    int nbytes = 0;
+    return ioctl(fd, FIONREAD, &nbytes) == 0 && nbytes > 0;
+}
+
 /* Send n pieces whole, one after another; they are used up. 0 or an errno. */
 static inline int bps_send_pieces(int fd, struct iovec *pieces, size_t n)
 {

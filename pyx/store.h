@@ -188,7 +188,7 @@ static inline int bps_store_sum(struct bps_core *core, struct bps_worker *worker
         bps_park(core, index);
         return total;
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     uint64_t begin_ns = bps_now_ns();
     if (total != 0)
         part->kernel((void *)part->outputs[round & 1], in, before, local - before, total - local,
@@ -217,7 +217,7 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         return;
     }
     int answers = bps_store_answers(core, index);
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     bps_store_step(core, worker->index, index, round, nth, (void *)part->outputs[round & 1], total != 0, answers);
     pthread_mutex_lock(&core->lock);
     part->applied = round;

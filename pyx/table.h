@@ -33,7 +33,7 @@ static inline int bps_table_put(struct bps_core *core, uint32_t index, struct bp
         core->n_parts = core->n_parts > index + 1 ? core->n_parts : index + 1;
         core->allocations++;
     }
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return is_free ? 0 : -1;
 }
 
@@ -53,7 +53,7 @@ static inline void bps_table_remove(struct bps_core *core, uint32_t index)
         bps_part_free(&core->parts[index]);
     }
     bps_table_trim(core);
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
 }
 
 /* BPS_RETIRED if the committed part is there and nothing of it is under way. Called with the lock held. */
@@ -83,8 +83,7 @@ static inline int bps_table_retire(struct bps_core *core, const uint32_t *index,
         bps_store(bps_board_word(core->board, index[i]), 0);
     }
     bps_table_trim(core);
-    pthread_mutex_unlock(&core->lock);
-    bps_ring_doorbell(core->doorbell, 1); /* what was drained may be complete */
+    bps_leave_and_wake(core, NULL, 1); /* what was drained may be complete */
     return status;
 }
 
@@ -96,7 +95,7 @@ static inline uint32_t bps_table_report(struct bps_core *core, struct bps_row *r
     for (uint32_t i = 0; i < core->n_parts && n < room; i++)
         if (core->parts[i].inputs != NULL)
             rows[n++] = (struct bps_row){i, core->parts[i].round, core->parts[i].n_missing};
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     return n;
 }
 
@@ -121,8 +120,7 @@ static inline int bps_table_missing(struct bps_core *core, uint32_t index, struc
             gap->n = 1;
         }
     }
-    pthread_mutex_unlock(&core->lock);
-    bps_ring_doorbell(core->doorbell, 1); /* what was drained may be complete */
+    bps_leave_and_wake(core, NULL, 1); /* what was drained may be complete */
     return is_there ? 0 : -1;
 }
 
@@ -148,8 +146,6 @@ static inline int bps_table_commit(struct bps_core *core, uint32_t generation, c
         }
         bps_thaw(core);
     }
-    pthread_mutex_unlock(&core->lock);
-    if (is_next)
-        bps_ring_doorbell(core->doorbell, INT_MAX);
+    bps_leave_and_wake(core, NULL, is_next ? INT_MAX : 0);
     return is_next ? 0 : -1;
 }

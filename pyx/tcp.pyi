@@ -4,10 +4,12 @@ def crc32c(data: bytes | bytearray | memoryview, begun: int = ..., *, by_tables:
 
 class Stream:
     peer: int
+    handle: int
+    post_address: int
     def __init__(self, fd: int, *, peer: int, engine: int, arrived: int, notify: int, epoch: int, n_slots: int,
                  send_buffer_nbytes: int = ..., trace_capacity: int = ..., trace_first_round: int = ...,
                  trace_last_round: int = ..., pace_out: int = ..., pace_in: int = ..., seal_out: int = ...,
-                 seal_in: int = ..., checks: bool = ..., keep: object = ...) -> None: ...
+                 seal_in: int = ..., checks: bool = ..., number: int = ..., keep: object = ...) -> None: ...
     def bind(self, slot: int, address_even: int, address_odd: int, nbytes: int, framed: bool = ...,
              next_round: int = ...) -> None: ...
     def next_round(self, slot: int) -> int: ...

@@ -3,14 +3,17 @@
 
 A `Stream` owns one socket and two native threads. `post` queues a write: header (`wire.h`) and payload are sent from
 the caller's memory; EVENT_DELIVERED comes when the peer's kernel has acknowledged every byte (SIOCOUTQ). Then credit
-returns and the source may be reused. The receiving thread checks each header against the bound slot before it takes a
-byte of payload, receives into the slot's memory for that round's parity, and reports through the engine's hooks
-(`hooks.h`). It waits for nothing but the wire, so every posted write completes whatever other nodes do. With
-encryption or checksums, damaged data is not reported as arrived: the connection is lost with EBADMSG.
+returns and the source may be reused. A small write that nothing is before, here or in the kernel, is sent by who posts
+it, and delivered at once: to wake the sending thread takes longer, and one write more in the kernel delays no other.
+
+The receiving thread checks each header against the bound slot before it takes a byte of payload, receives into the
+slot's memory for that round's parity, and reports through the engine's hooks (`hooks.h`). It waits for nothing but the
+wire, so every posted write completes whatever other nodes do. With encryption or checksums, damaged data is not
+reported as arrived: the connection is lost with EBADMSG.
 """
 cimport cython
-from libc.errno cimport EBADMSG
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.errno cimport EBADMSG, EINVAL, ENOMEM, ESHUTDOWN
+from libc.stdint cimport UINT64_MAX, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from pyx.words cimport *
@@ -27,6 +30,7 @@ cdef extern from "sockets.h":
     void bps_tune(int, int) nogil
     void bps_acknowledge(int) nogil
     uint64_t bps_unacknowledged(int) nogil
+    bint bps_has_arrived(int) nogil
     struct bps_pace:
         pass
     int bps_send_paced(int, void *, size_t, void *, size_t, bps_pace *, const uint32_t *) nogil
@@ -37,6 +41,10 @@ cdef extern from "sockets.h":
 cdef extern from "seal.h" nogil:
     struct bps_seal:
         pass
+    size_t bps_seal_stage(bps_seal *, const void *, size_t, const void *, size_t)
+    Py_ssize_t bps_seal_send_at_once(const bps_seal *, int, size_t)
+    int bps_seal_send_rest(const bps_seal *, int, size_t, size_t)
+    enum: BPS_SEAL_RECORD
     int bps_seal_send(bps_seal *, int, const void *, size_t, const void *, size_t, bps_pace *, const uint32_t *)
     uint64_t bps_seal_wire_nbytes(uint64_t, uint64_t)
 
@@ -44,6 +52,8 @@ cdef extern from "crc32c.h" nogil:
     uint32_t bps_crc32c(uint32_t, const void *, size_t, int)
 
 cdef extern from "checked.h" nogil:
+    Py_ssize_t bps_send_at_once(int, const bps_header *, const void *, size_t, int)
+    int bps_send_rest(int, const bps_header *, const void *, size_t, int, size_t)
     uint64_t bps_checked_wire_nbytes(uint64_t)
     int bps_checked_send(int, const bps_header *, const void *, size_t, bps_pace *, const uint32_t *)
 
@@ -64,14 +74,16 @@ cdef extern from "acks.h" nogil:
 
 cdef enum:
     IDLE_NS = 1000000000
+    AT_ONCE_NBYTES = 65536  # a larger payload costs who posts it more than the sending thread takes to wake
 
 cdef struct Write:
     bps_header header
     uint64_t address, end, posted_ns, sent_ns
+    uint64_t done, staged  # bytes that have been sent already, and that the seal has for it (0: nothing yet)
 
 cdef struct Link:
     int fd
-    uint32_t peer
+    uint32_t peer, number
     void *engine
     bps_arrived_fn arrived
     bps_notify_fn notify
@@ -84,6 +96,7 @@ cdef struct Link:
     pthread_mutex_t lock        # the queue
     Write *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
     uint64_t capacity, posted, sent, delivered
+    bint is_sending             # a thread that posts sends, not the sender
     uint32_t word, closing, lost
     uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged
     bps_acks acks
@@ -100,7 +113,7 @@ cdef void _lost(Link *link, int code) noexcept nogil:
     link.lost = 1
     pthread_mutex_unlock(&link.lock)
     if first:
-        link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), 0)
+        link.notify(link.engine, BPS_EVENT_LOST, link.peer, 0, 0, <uint32_t>max(code, 0), link.number)
 
 
 cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
@@ -112,15 +125,22 @@ cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
 
 cdef void _deliver(Link *link) noexcept nogil:
     """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
-    cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
+    cdef uint64_t acknowledged = 0
+    cdef bint is_delivered, is_first = True
     cdef Write post
-    while link.delivered < link.sent:
-        pthread_mutex_lock(&link.lock)  # `post` may be moving the queue
-        post = link.queue[link.delivered % link.capacity]
-        if post.end <= acknowledged:
-            link.delivered += 1
+    while True:
+        pthread_mutex_lock(&link.lock)  # `post` may be moving the queue, or putting a write in front
+        is_delivered = link.delivered < link.sent
+        if is_delivered and is_first:
+            # Not earlier: a thread that posts may be sending, of which `bytes_sent` does not know yet.
+            acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
+            is_first = False
+        if is_delivered:
+            post = link.queue[link.delivered % link.capacity]
+            is_delivered = post.end <= acknowledged
+            link.delivered += is_delivered
         pthread_mutex_unlock(&link.lock)
-        if post.end > acknowledged:
+        if not is_delivered:
             return
         bps_acks_learn(&link.acks, bps_now_ns() - post.sent_ns)
         bps_record_add(&link.records, BPS_WIRE, <int>link.peer, post.header.slot, post.header.round,
@@ -134,27 +154,32 @@ cdef void *_send(void *argument) noexcept nogil:
     cdef Write post
     cdef uint32_t seen
     cdef uint64_t sent_ns = 0
-    cdef bint has_work
+    cdef bint has_work, is_awaiting
     cdef int rc
     while True:
         seen = bps_load(&link.word)  # first: `close` changes it after `closing`
         if bps_load(&link.closing):
             return NULL
         pthread_mutex_lock(&link.lock)
-        has_work = link.sent < link.posted
+        has_work = link.sent < link.posted and not link.is_sending
         if has_work:
             post = link.queue[link.sent % link.capacity]
-        elif link.delivered < link.sent:
+        is_awaiting = link.delivered < link.sent
+        if is_awaiting:
             sent_ns = link.queue[link.delivered % link.capacity].sent_ns
         pthread_mutex_unlock(&link.lock)
         if not has_work:
-            if link.delivered == link.sent:
+            if not is_awaiting:
                 bps_wait(&link.word, seen, IDLE_NS)
             else:
                 bps_wait(&link.word, seen, bps_acks_pause(&link.acks, sent_ns, bps_now_ns()))
                 _deliver(link)
             continue
-        if link.seal_out != NULL:
+        if post.staged:
+            rc = bps_seal_send_rest(link.seal_out, link.fd, post.staged, post.done)
+        elif post.done:
+            rc = bps_send_rest(link.fd, &post.header, <void *>post.address, post.header.nbytes, link.checks, post.done)
+        elif link.seal_out != NULL:
             rc = bps_seal_send(link.seal_out, link.fd, &post.header, sizeof(bps_header), <void *>post.address,
                                post.header.nbytes, link.pace_out, &link.closing)
         elif link.checks:
@@ -166,9 +191,9 @@ cdef void *_send(void *argument) noexcept nogil:
         if rc:
             _lost(link, rc)
             return NULL
+        pthread_mutex_lock(&link.lock)
         bps_count(&link.bytes_sent, _wire_nbytes(link, post.header.nbytes))
         bps_count(&link.writes_sent, 1)
-        pthread_mutex_lock(&link.lock)
         link.queue[link.sent % link.capacity].end = link.bytes_sent
         link.queue[link.sent % link.capacity].sent_ns = bps_now_ns()
         link.sent += 1
@@ -191,11 +216,90 @@ cdef void *_receive(void *argument) noexcept nogil:
         bps_count(&link.writes_received, 1)
         bps_record_add(&link.records, BPS_RECEIVE, <int>link.peer, header.slot, header.round, header.nbytes, begin_ns,
                        bps_now_ns())
+        if header.nbytes <= AT_ONCE_NBYTES and bps_has_arrived(link.fd):
+            header.flags |= BPS_MORE_ARRIVED
         link.arrived(link.engine, link.peer, header.slot, header.round, header.flags)
     if rc == EBADMSG:
         bps_count(&link.writes_damaged, 1)
     _lost(link, rc)
     return NULL
+
+
+cdef bint _may_send_at_once(Link *link, uint64_t nbytes) noexcept nogil:
+    """Whether a write of *nbytes* may be sent by who posts it: a small one, which no pace delays, behind no other.
+    Under the lock."""
+    return (link.started and not link.is_sending and link.delivered == link.sent == link.posted
+            and nbytes <= AT_ONCE_NBYTES and link.pace_out == NULL and bps_unacknowledged(link.fd) == 0)
+
+
+cdef int _post(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes,
+               int *is_delivered) noexcept nogil:
+    """`bps_post_fn`: ESHUTDOWN if the stream is closed, EINVAL for a slot that it does not have, ENOMEM."""
+    cdef Link *link = <Link *>stream
+    cdef Write post
+    cdef Write *grown
+    cdef uint64_t i
+    cdef Py_ssize_t sent
+    cdef bint was_first = False, has_work
+    is_delivered[0] = False
+    if slot >= link.slots.n:
+        return EINVAL
+    post.header.magic = BPS_WIRE_MAGIC
+    post.header.immediate = bps_immediate(slot, round, link.slots.epoch)
+    post.header.slot, post.header.round, post.header.flags = slot, round, flags
+    post.header.epoch = link.slots.epoch
+    post.header.nbytes = 0 if flags & BPS_FLAG_EMPTY else nbytes
+    post.address, post.posted_ns, post.done, post.staged = address, bps_now_ns(), 0, 0
+    post.end, post.sent_ns = UINT64_MAX, 0
+    pthread_mutex_lock(&link.lock)
+    if not link.closing and _may_send_at_once(link, post.header.nbytes):
+        link.is_sending = was_first = True
+        pthread_mutex_unlock(&link.lock)
+        if link.seal_out != NULL:
+            post.staged = bps_seal_stage(link.seal_out, &post.header, sizeof(bps_header), <void *>address,
+                                         post.header.nbytes)
+            sent = bps_seal_send_at_once(link.seal_out, link.fd, post.staged) if post.staged else -1
+        else:
+            sent = bps_send_at_once(link.fd, &post.header, <void *>address, post.header.nbytes, link.checks)
+        pthread_mutex_lock(&link.lock)
+        link.is_sending = False
+        is_delivered[0] = sent == <Py_ssize_t>_wire_nbytes(link, post.header.nbytes)
+        if is_delivered[0]:
+            # The kernel has its own copy, and nothing else to send: to wait for the acknowledgement only delays credit.
+            bps_count(&link.bytes_sent, sent)
+            bps_count(&link.writes_sent, 1)
+            bps_record_add(&link.records, BPS_WIRE, <int>link.peer, slot, round, post.header.nbytes, post.posted_ns,
+                           bps_now_ns())
+        elif sent > 0:
+            post.done = sent
+    if link.closing and not is_delivered[0]:
+        pthread_mutex_unlock(&link.lock)
+        return ESHUTDOWN
+    if not is_delivered[0]:
+        if link.posted - link.delivered + 2 > link.capacity:
+            grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
+            if grown == NULL:
+                pthread_mutex_unlock(&link.lock)
+                return ENOMEM
+            for i in range(link.delivered, link.posted):
+                grown[i % (2 * link.capacity)] = link.queue[i % link.capacity]
+            free(link.queue)
+            link.queue = grown
+            link.capacity *= 2
+        if was_first:  # before those that another thread has posted meanwhile
+            link.delivered -= 1
+            link.sent -= 1
+            link.queue[link.sent % link.capacity] = post
+        else:
+            link.queue[link.posted % link.capacity] = post
+            link.posted += 1
+    has_work = link.sent < link.posted
+    if has_work:
+        bps_add(&link.word, 1)
+    pthread_mutex_unlock(&link.lock)
+    if has_work:
+        bps_wake(&link.word, 1)
+    return 0
 
 
 def crc32c(const unsigned char[::1] data not None, uint32_t begun=0, *, bint by_tables=False):
@@ -218,9 +322,9 @@ cdef class Stream:
     *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*,
     *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none); *seal_out*, *seal_in*:
     of the `Seal` of each direction (0: bytes travel as they are), which nobody else uses from now on. *checks*: writes
-    that are not sealed have checksums, of both sides. *keep* is held so
-    that all these outlive the stream's threads. *epoch* is stamped on every write and checked on every
-    arrival. `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
+    that are not sealed have checksums, of both sides. *number*: that of the link, which EVENT_LOST tells. *keep* is
+    held so that all these outlive the stream's threads. *epoch* is stamped on every write and checked on every arrival.
+    `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
 
     Raises
     ------
@@ -236,20 +340,21 @@ cdef class Stream:
     def __cinit__(self, int fd, *, uint32_t peer, uintptr_t engine, uintptr_t arrived, uintptr_t notify,
                   uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, uint64_t trace_capacity=0,
                   uint32_t trace_first_round=1, uint32_t trace_last_round=0, uintptr_t pace_out=0, uintptr_t pace_in=0,
-                  uintptr_t seal_out=0, uintptr_t seal_in=0, bint checks=False, keep=None):
+                  uintptr_t seal_out=0, uintptr_t seal_in=0, bint checks=False, uint32_t number=0, keep=None):
         cdef Link *link = <Link *>calloc(1, sizeof(Link))
         if link == NULL:
             raise MemoryError("stream")
         self.link, self.keep = link, keep
         link.fd = -1
         pthread_mutex_init(&link.lock, NULL)
-        link.peer = peer
+        link.peer, link.number = peer, number
         link.engine = <void *>engine
         link.arrived, link.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
         link.pace_out, link.pace_in = <bps_pace *>pace_out, <bps_pace *>pace_in
         link.seal_out, link.seal_in = <bps_seal *>seal_out, <bps_seal *>seal_in
         link.checks = checks
         link.capacity = 1024
+        link.posted = link.sent = link.delivered = 1  # one may come before those that wait
         link.queue = <Write *>calloc(link.capacity, sizeof(Write))
         without_slots = bps_slots_init(&link.slots, n_slots, epoch)
         rc = bps_trace_open(&link.records, trace_capacity, trace_first_round, trace_last_round)
@@ -262,6 +367,16 @@ cdef class Stream:
     def peer(self):
         """The engine's source id of the node at the other end."""
         return self.link.peer
+
+    @property
+    def handle(self):
+        """Address that the function at `post_address` takes first; valid as long as this object."""
+        return <uintptr_t>self.link
+
+    @property
+    def post_address(self):
+        """Address of the `bps_post_fn` (hooks.h), which does as `post`."""
+        return <uintptr_t>&_post
 
     cdef Link *_open(self) except NULL:
         if self.link.fd < 0:
@@ -313,32 +428,17 @@ cdef class Stream:
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
+        cdef int rc, is_delivered
         cdef Link *link = self._slot(slot)
-        cdef Write *grown
-        cdef Write *post
-        cdef uint64_t i
-        pthread_mutex_lock(&link.lock)
-        if link.posted - link.delivered == link.capacity:
-            grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
-            if grown == NULL:
-                pthread_mutex_unlock(&link.lock)
-                raise MemoryError("stream queue")
-            for i in range(link.delivered, link.posted):
-                grown[i % (2 * link.capacity)] = link.queue[i % link.capacity]
-            free(link.queue)
-            link.queue = grown
-            link.capacity *= 2
-        post = &link.queue[link.posted % link.capacity]
-        post.header.magic = BPS_WIRE_MAGIC
-        post.header.immediate = bps_immediate(slot, round, link.slots.epoch)
-        post.header.slot, post.header.round, post.header.flags = slot, round, flags
-        post.header.epoch = link.slots.epoch
-        post.header.nbytes = 0 if flags & BPS_FLAG_EMPTY else nbytes
-        post.address, post.posted_ns = address, bps_now_ns()
-        link.posted += 1
-        bps_add(&link.word, 1)
-        pthread_mutex_unlock(&link.lock)
-        bps_wake(&link.word, 1)
+        with nogil:
+            rc = _post(link, slot, round, flags, address, nbytes, &is_delivered)
+            if is_delivered:
+                link.notify(link.engine, BPS_EVENT_DELIVERED, link.peer, slot, round, 0,
+                            0 if flags & BPS_FLAG_EMPTY else nbytes)
+        if rc == ENOMEM:
+            raise MemoryError("stream queue")
+        if rc:
+            raise ValueError(f"the stream to source {self.link.peer} was closed meanwhile")
 
     def counters(self):
         """Return bytes and writes in both directions, headers included; `writes_damaged`: came otherwise than sent."""
@@ -358,6 +458,7 @@ cdef class Stream:
     def close(self):
         """Cut the connection, stop both threads, close the socket. Idempotent; undelivered writes are dropped."""
         cdef Link *link = self.link
+        cdef uint32_t seen
         if link.fd < 0:
             return
         with nogil:
@@ -370,6 +471,13 @@ cdef class Stream:
             if link.started:
                 pthread_join(link.sender, NULL)
                 pthread_join(link.receiver, NULL)
+            pthread_mutex_lock(&link.lock)
+            while link.is_sending:  # which waits for nothing
+                seen = bps_load(&link.word)
+                pthread_mutex_unlock(&link.lock)
+                bps_wait(&link.word, seen, 1000000)
+                pthread_mutex_lock(&link.lock)
+            pthread_mutex_unlock(&link.lock)
             close(link.fd)
         link.fd = -1
         self.keep = None

@@ -67,6 +67,7 @@ cdef extern from "hooks.h" nogil:
     ctypedef void (*bps_arrived_fn)(void *, uint32_t, uint32_t, uint32_t, uint32_t) noexcept nogil
     ctypedef void (*bps_notify_fn)(void *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t) noexcept nogil
     enum: BPS_EVENT_FORWARD, BPS_EVENT_RESULT, BPS_EVENT_DELIVERED, BPS_EVENT_LOST
+    enum: BPS_MORE_ARRIVED
 
 cdef extern from "thread.h" nogil:
     ctypedef unsigned long pthread_t

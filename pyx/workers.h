@@ -28,7 +28,7 @@ static inline void bps_run_result(struct bps_core *core, struct bps_worker *work
     if (part->n_missing == 0) /* a rank did not wait for the result */
         bps_queue(core, index);
     core->running++;
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     uint64_t begin_ns = bps_now_ns();
     int status = bps_decode_result(part, round, &worker->space);
     bps_record_add(&core->trace, BPS_SUM, worker->index, index, round, part->nbytes, begin_ns, bps_now_ns());
@@ -82,7 +82,7 @@ static inline void bps_run_part(struct bps_core *core, struct bps_worker *worker
         return;
     }
     core->running++;
-    pthread_mutex_unlock(&core->lock);
+    bps_leave(core);
     uint64_t begin_ns = bps_now_ns(), read_nbytes = (uint64_t)total * part->nbytes;
     int64_t malformed = -1;
     if (part->rows.row_nbytes != 0)
@@ -146,7 +146,7 @@ static void *bps_work(void *argument)
                 bps_leave_doorbell(core->doorbell, seen);
                 is_awake = 0;
             }
-            int spare = core->n_workers - 1 - core->running;
+            int spare = core->n_workers - 1 - (core->running - core->spare_is_busy);
             if (core->heap.used > 1 && spare > 0)
                 bps_wake_workers(core, (int)core->heap.used - 1 < spare ? (int)core->heap.used - 1 : spare);
             bps_run_part(core, worker, bps_heap_pop(&core->heap, core->parts));
@@ -154,7 +154,7 @@ static void *bps_work(void *argument)
         }
         int stopping = core->stopping;
         bps_thread_rests(&worker->cpu_use);
-        pthread_mutex_unlock(&core->lock);
+        bps_leave(core);
         if (stopping) {
             if (is_awake)
                 bps_leave_doorbell(core->doorbell, seen);

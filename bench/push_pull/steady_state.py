@@ -1,4 +1,4 @@
-"""For `bench push_pull`: costs of a step besides time: messages, registrations, allocations, memory, node's Python."""
+"""For `bench push_pull`: costs of a step besides time: messages, registrations, allocations, memory."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
         "n_steps": _N_STEPS,
         "per_step": {name: grown.get(name, 0) / _N_STEPS for name in _CONSTANT},
         "barriers_and_asks": plan.n_ranks + 2,  # `measure` begins with a barrier, and `counters` sends a request
-        "python_s_per_partition": python_s_per_partition(grown),
         "segments_nbytes": after["memory_segments"],
         "segments_limit_nbytes": segments_limit_nbytes(plan.n_ranks, row.nbytes, after.get("memory_slot", 0)),
         "node": after,
@@ -40,23 +39,15 @@ def run(plan: Plan, ours: Group) -> list[dict[str, Any]]:
     return [{"section": "steady state", "chosen": {"n_ranks": plan.n_ranks, "nbytes": row.nbytes}, "measured": found}]
 
 
-def python_s_per_partition(grown: dict[str, int]) -> float | None:
-    """Return CPU seconds of the node's Python loop per partition that it handled, or None if it handled none."""
-    n_partitions = grown.get("dispatch_partitions", 0)
-    return grown["dispatch_cpu_ns"] / 1e9 / n_partitions if n_partitions else None
-
-
 def segments_limit_nbytes(n_local: int, nbytes: int, slots_nbytes: int) -> int:
     """Return the allowed size of the segments of a machine with *n_local* ranks for *nbytes* of gradients."""
     return (n_local + 3) * nbytes + slots_nbytes + _SPARE_NBYTES
 
 
 def _lines(found: dict[str, Any]) -> str:
-    python_s = found["python_s_per_partition"]
-    shown = "no partition entered Python" if python_s is None else f"{python_s * 1e6:.1f} us of Python per partition"
     lines = [[f"steady state, {found['n_steps']} steps", "per step"]]
     lines += [[name, f"{value:g}"] for name, value in found["per_step"].items()]
-    text = f"{table.plain(lines)}\n(of the messages, {found['barriers_and_asks']} are the bench's own)\n{shown}\n"
+    text = f"{table.plain(lines)}\n(of the messages, {found['barriers_and_asks']} are the bench's own)\n"
     text += f"segments: {found['segments_nbytes'] / 1e6:.0f} MB, limit {found['segments_limit_nbytes'] / 1e6:.0f} MB\n"
     node = found["node"]["memory_outside_segments"]
     text += f"resident outside segments: node {node / 1e6:.0f} MB; "

@@ -8,7 +8,6 @@ from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, best, bound_s, take_turns
 from bpsfast.bench.push_pull.cliffs import SILENT
 from bpsfast.bench.push_pull.options import Plan
-from bpsfast.bench.push_pull.steady_state import python_s_per_partition
 from bpsfast.launch.namespaces import Cluster, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
@@ -39,7 +38,6 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
         encrypted = launcher.bpsfast(transport="tcp", encryption="on")
         silent = None if shaped else launcher.bpsfast(transport="tcp", sums="off")
         gloo = launcher.gloo() if "gloo" in plan.peers else None
-        before = ours.ask("counters", only=[0])[0]
         for nbytes in plan.sizes:
             rows += [Row(ours, operation, nbytes) for operation in plan.operations]
             rows.append(Row(encrypted, "numpy", nbytes, label=ENCRYPTED))
@@ -49,11 +47,10 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
             if gloo is not None:
                 rows.append(Row(gloo, "gloo", nbytes))
         take_turns(rows, 2 if shaped and plan.quick else plan.n_rounds, n=2 if shaped else None)
-        grown = {name: value - before.get(name, 0) for name, value in ours.ask("counters", only=[0])[0].items()}
-    return _report(plan, where, rows, python_s_per_partition(grown))
+    return _report(plan, where, rows)
 
 
-def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
+def _report(plan: Plan, where: str, rows: list[Row]) -> list[dict[str, Any]]:
     """Print the tables of one network and return its records."""
     records = []
     raw = {nbytes: [row for row in rows if row.name in _RAW and row.nbytes == nbytes] for nbytes in plan.sizes}
@@ -78,5 +75,4 @@ def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> 
                       f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %",
                       f"{row.median_cpu_s * 1e6:.0f}"])
     plan.say(table.plain(lines))
-    plan.say(f"{(python_s or 0.0) * 1e6:.1f} us of the node's Python per partition\n")
-    return [*records, {"section": where, "chosen": {"n_nodes": 2}, "measured": {"python_s_per_partition": python_s}}]
+    return records

@@ -1,50 +1,31 @@
-"""The node's communication thread: decides which partition is sent next over the network, and to which other node.
+"""The node's dispatcher: which partition is sent next over the network, and to which other node.
 
-The engine reports what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
-node with ranks that push it) and what has arrived at the peer (`EVENT_DELIVERED`). Between the two is the queue of the
-network card (`orchestration.priority.nic_queue`): the most urgent write first, and no more bytes under way than there
-is credit. The native streams move the bytes; this thread never touches them.
+The engine gives `bpsfast.pyx.dispatch.Dispatch` what there is to send, a partial for its owner or a result for every
+node with ranks that push it, and the streams give credit back: the most urgent write first, and no more bytes under way
+than there is credit (`orchestration.priority.send_queue`). That runs in the engine's and the streams' threads, without
+Python. Here are the decisions that come with a plan or with the loss of a node, and the thread that hears of losses.
 """
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from ..base.trace_records import SendLog
-from ..orchestration.errors import StallError
-from ..orchestration.priority.send_queue import ArrivalOrder, NicQueue, SendKey, WriteOrder, order_of
-from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
+from ..base.trace_records import Limits, SendLog
+from ..orchestration.errors import BpsError, CapacityError, ProtocolError
+from ..pyx.dispatch import Dispatch
+from ..pyx.engine import EVENT_LOST, NOBODY, Engine
 from .transport import WireLink
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long one call of `Engine.events` sleeps at most; commands wake it.
+T = TypeVar("T")
+
+#: How long one call of `Engine.events` sleeps at most; `stop` wakes it.
 _SLEEP_S = 1.0
-#: How long other threads wait until the service has taken over a link.
-_COMMAND_TIMEOUT_S = 30.0
-
-#: Of `Engine.events`: kind, source, part, round, code, address, bytes.
-Event = tuple[int, int, int, int, int, int, int]
-
-
-class Write(NamedTuple):
-    """One write to one node: the bytes of `part` in `round`. `send_key`: see `WriteOrder`; `flags` as in lane entries.
-
-    `since_ns`: when it was ready to be sent, if that is traced.
-    """
-
-    part: int
-    round: int
-    flags: int
-    address: int
-    nbytes: int
-    send_key: SendKey
-    since_ns: int = 0
 
 
 class ResultResend(NamedTuple):
@@ -58,7 +39,7 @@ class ResultResend(NamedTuple):
 
 
 class Dispatcher:
-    """Runs the communication service of one node.
+    """Sends what the engine of one node has summed. Any thread, but for `handle`.
 
     Parameters
     ----------
@@ -69,70 +50,53 @@ class Dispatcher:
     fifo
         Send in the order of arrival; else the most urgent first.
     on_lost
-        Called from the dispatcher's thread with (source, errno) when a connection has ended.
-    sends
-        Log of when each write was ready and was sent; None: not traced. Only this thread writes into it.
+        Called from the dispatcher's thread with (source, errno) when a connection has ended; (-1, 0): nothing is sent
+        any more because of `error`.
+    limits
+        Of which rounds, and how many records, a trace is kept; see `sends`.
     """
 
     def __init__(self, engine: Engine, credit_nbytes: int, on_lost: Callable[[int, int], None],
-                 sends: SendLog | None = None, *, fifo: bool = False) -> None:
+                 limits: Limits | None = None, *, fifo: bool = False) -> None:
         self._engine = engine
         self._on_lost = on_lost
-        self._sends = sends
-        self._nic_queue: NicQueue[Write] = NicQueue(credit_nbytes)
-        self._credit_nbytes = credit_nbytes
+        self._limits = limits or Limits(0)
+        self._native = Dispatch(credit_nbytes, engine, fifo=fifo, **self._limits._asdict())
         self._links: dict[int, WireLink] = {}  # by source
-        self._posted: dict[int, dict[int, Write]] = {}  # by source: the last write of each part, to be repeated if lost
-        self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
-        self._order: tuple[int, ...] = ()
-        self._first_parts: Mapping[int, int] = {}
-        self._readers: Mapping[int, tuple[int, ...]] = {}
-        self._commands: deque[Callable[[], None]] = deque()  # of other threads
-        self._events: list[Event] = []  # read, and not handled yet
-        self._stopping = self._abandoned = False
+        self._numbers: dict[int, int] = {}  # of the links: each that replaces another has the next one
+        self._lock = threading.Lock()  # a loss is handled before or after a link is replaced
+        self._lost_early: dict[int, int] = {}  # source -> errno: its new link has ended before it was used
+        self._first_parts: dict[int, int] = {}  # as the native dispatch knows them
+        self._readers: dict[int, tuple[int, ...]] = {}
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
-        self._n_events = self._n_batches = self._n_partitions = self._n_reconnects = self._n_resent = 0
-        self._cpu_ns = self._peak_queued = 0
-
-    # -- any thread but the service's; all but `hold` and `abandon` take effect in this order, before later events -----
+        self._n_reconnects = self._n_resent = 0
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that hears of losses."""
         self._thread.start()
 
     def add(self, source: int, link: WireLink, turn: int = 0) -> None:
-        """Add the node that the engine knows as *source*; return when that is done. *turn*: `place` of `NicQueue.add`.
-
-        Raises `StallError` as `replace_link` does.
-        """
-        def add() -> None:
-            self._links[source], self._posted[source] = link, {}
-            self._nic_queue.add(source, turn)
-
-        if self._thread.is_alive():
-            self._do_now(add)
-        else:
-            add()
+        """Add the node that the engine knows as *source*. *turn*: `place` of `NicQueue.add`."""
+        self._links[source], self._numbers[source] = link, 0
+        self._native.add(source, turn)
 
     def commit(self, order: tuple[int, ...], first_parts: Mapping[int, int], shares: Mapping[int, int],
                readers: Mapping[int, tuple[int, ...]]) -> None:
-        """Use these integer ranks from now on: called just before the engine's own commit.
+        """Use these integer ranks from now on: called just before the engine's own commit, when all links are started.
 
         *first_parts* gives, for each partition, the first one of its unit; *shares* by source the bytes of all
         partitions that are written to it; *readers*, for each partition that is summed here, who gets its result.
         """
-        first_parts, shares, readers = dict(first_parts), dict(shares), dict(readers)  # the caller changes its own
-
-        def commit() -> None:
-            self._order, self._first_parts, self._readers = order, first_parts, readers
-            self._nic_queue.plan(shares)
-
-        self._commands.append(commit)
+        for source, link in self._links.items():
+            link.route(self._native, source)
+        self._native.commit(order, _news(self._first_parts, first_parts), _news(self._readers, readers))
+        self._native.plan(shares)
 
     def retire(self, parts: Collection[int], shares: Mapping[int, int]) -> None:
         """Forget *parts* as `forget` does: their numbers will be used again. *shares* as in `commit`, without them."""
-        self._commands.append(partial(self._nic_queue.plan, dict(shares)))
+        self._native.plan(shares)
         self.forget(parts)
 
     def forget(self, parts: Collection[int]) -> None:
@@ -141,203 +105,138 @@ class Dispatcher:
         For parts that were retired or given up: if they, or others with their numbers, come back, earlier writes of
         them must not be repeated over another link.
         """
-        def forget() -> None:
-            for part in parts:
-                self._write_order.forget(part)
-                for posted in self._posted.values():
-                    posted.pop(part, None)
-
-        self._do(forget)
+        self._native.forget(parts)
 
     def set_credit(self, nbytes: int) -> None:
         """Allow *nbytes* under way to one node from now on."""
-        def set_credit() -> None:
-            self._credit_nbytes = nbytes
-            self._nic_queue.set_credit(nbytes)
-
-        self._do(set_credit)
+        self._native.set_credit(nbytes)
 
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `replace_link`: its link is about to be closed. Takes effect at once."""
-        self._nic_queue.hold(source)
-        self._engine.wake()  # the next write may be another node's
+        self._native.hold(source)
 
     def replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
         """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
 
         *awaited* gives for each part the round that has not arrived there: it is written again if it was written
         before. Its bytes are still in place: a partial until its result is published, a result until the round after
-        the next, and both need what was not delivered. Returns when that is done.
-
-        Raises `StallError` if the service does not answer.
+        the next, and both need what was not delivered.
         """
-        self._do_now(partial(self._replace_link, source, link, awaited))
+        if source not in self._links:
+            return  # it was lost meanwhile: there is nothing to write
+        with self._lock:
+            self._links[source] = link
+            self._numbers[source] += 1
+            self._lost_early.pop(source, None)
+        link.start(self._engine, source, self._numbers[source])
+        link.route(self._native, source)
+        with self._lock:
+            code = self._lost_early.pop(source, None)
+            self._native.resume(source, awaited)
+            if code is not None:
+                self._native.hold(source)
+        self._n_reconnects += 1
+        if code is not None:
+            self._on_lost(source, code)
 
     def drop(self, source: int) -> None:
         """Post nothing more to *source*, which is lost, and forget what waits for it."""
-        if source in self._links:
-            def drop() -> None:
-                self._links.pop(source, None)
-                self._posted.pop(source, None)
-                self._nic_queue.remove(source)
-
-            self._nic_queue.hold(source)
-            self._do(drop)
+        self._links.pop(source, None)
+        self._native.remove(source)
 
     def resend(self, resend: ResultResend) -> None:
         """Write a result to a node that lacks it, after its owner is lost. After `commit`."""
-        def put() -> None:
-            self._put(resend.source, Write(resend.part, resend.round, 0, resend.address, resend.nbytes,
-                                           self._send_key_of(resend.part, is_result=True), time.monotonic_ns()))
-            self._n_resent += 1
-
-        self._do(put)
+        self._n_resent += self._native.send_result(*resend)
 
     def abandon(self) -> None:
         """Post nothing more: the job is over and links are being cut. Takes effect at once."""
-        self._abandoned = True
+        self._native.abandon()
 
     def stop(self) -> None:
-        """End the thread and wait for it. What still waits is not sent."""
+        """End the thread and wait for it; what still waits is not sent."""
+        self._native.abandon()
         self._stopping = True
         self._engine.wake()
         if self._thread.is_alive():
             self._thread.join()
 
-    def _do(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._engine.wake()
-
-    def _do_now(self, command: Callable[[], None]) -> None:
-        """Have the service's thread run *command*, and wait until it has."""
-        done = threading.Event()
-
-        def run() -> None:
-            command()
-            done.set()
-
-        self._do(run)
-        deadline = time.monotonic() + _COMMAND_TIMEOUT_S
-        while not done.wait(0.05):
-            if self.error is not None or time.monotonic() > deadline:
-                raise StallError("the communication service did not take over a new link within "
-                                 f"{_COMMAND_TIMEOUT_S:g} s, or failed ({self.error!r})")
+    def sends(self) -> SendLog:
+        """Return what was sent and when, within the limits. After `stop`."""
+        found = SendLog(self._limits)
+        for since_ns, posted_ns, source, part, round_, nbytes, order in self._native.sent():
+            found.add(since_ns, posted_ns, source, part, round_, nbytes, order)
+        return found
 
     def counters(self) -> dict[str, int]:
-        """Return counters: events, batches and partitions handled, links replaced ("reconnects"), results resent after
-        the loss of an owner ("lent"), the queue's state, and the thread's CPU time in nanoseconds.
+        """Return counters: events and partitions handled, links replaced ("reconnects"), results resent after the loss
+        of an owner ("lent"), the queue's state.
         """
-        return {
-            "events": self._n_events,
-            "batches": self._n_batches,
-            "partitions": self._n_partitions,
-            "reconnects": self._n_reconnects,
-            "lent": self._n_resent,
-            "cpu_ns": self._cpu_ns,
-            "queued": self._nic_queue.queued,
-            "peak_queued": self._peak_queued,
-            "credit_nbytes": self._credit_nbytes,
-            "in_flight_nbytes": self._nic_queue.in_flight_nbytes,
-            "peak_in_flight_nbytes": self._nic_queue.peak_nbytes,
-        }
+        return {**self._native.counters(), "reconnects": self._n_reconnects, "lent": self._n_resent}
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                batch = self._engine.events(_SLEEP_S)
-                self.handle(batch)
-                if batch:
-                    self._cpu_ns = time.thread_time_ns()
+                self.handle(self._engine.events(_SLEEP_S))
         except Exception as exc:
             # Without the dispatcher all ranks would hang: the control loop must know.
-            log.exception("the communication service failed")
-            self.error = exc
-            self._on_lost(-1, 0)
+            self._fail(exc)
 
-    def handle(self, batch: list[Event]) -> None:
-        """Run the commands of other threads, then handle the events of *batch*, and post what credit allows."""
-        self._events += batch
-        self._n_batches += bool(batch)
-        self._run_commands()
-        self._handle_events()
-        self._pump()
+    def handle(self, events: Collection[tuple[int, int, int, int, int, int, int]]) -> None:
+        """Report what was lost, once for each source."""
+        for kind, source, _, _, code, _, link_number in events:
+            assert kind == EVENT_LOST, "others are the native dispatch's"
+            if source == NOBODY and self._native.failure is not None:
+                self._fail(_error_of(*self._native.failure))
+            elif self._is_news(source, code, link_number):
+                self._on_lost(source, code)
 
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+    def _is_news(self, source: int, code: int, link_number: int) -> bool:
+        """Hold a source that is lost; return whether nobody knows of it yet."""
+        with self._lock:
+            if source not in self._links:
+                return True
+            is_engines = code == errno.EPROTO and link_number == 0  # which knows of no links
+            if link_number != self._numbers[source] and not is_engines:
+                return False  # the link was replaced meanwhile
+            if self._native.hold(source):
+                return True
+            self._lost_early[source] = code  # by this link it is being replaced, or another of its streams has told
+            return False
 
-    def _handle_events(self) -> None:
-        """Queue what events ask for, and give credit back."""
-        batch, self._events = self._events, []
-        now_ns = time.monotonic_ns() if self._sends is not None else 0
-        for kind, source, part, round_, code, address, nbytes in batch:
-            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._links:
-                continue  # it is lost; the new owner gets the write
-            if kind == EVENT_DELIVERED:
-                self._nic_queue.release(source, nbytes)
-            elif kind == EVENT_FORWARD:
-                key = self._send_key_of(part, is_result=False)
-                self._put(source, Write(part, round_, code, address, nbytes, key, now_ns))
-                self._n_partitions += 1
-            elif kind == EVENT_RESULT:
-                key = self._send_key_of(part, is_result=True)
-                write = Write(part, round_, code, address, nbytes, key, now_ns)
-                for peer in self._readers[part]:
-                    self._put(peer, write)
-                self._n_partitions += 1
-            elif kind == EVENT_LOST:
-                self._lose(source, code)
-        self._n_events += len(batch)
+    def _fail(self, error: Exception) -> None:
+        log.error("the communication service failed: %s", error, exc_info=error)
+        self.error = error
+        self._on_lost(-1, 0)
 
-    def _send_key_of(self, part: int, is_result: bool) -> SendKey:
-        rank = self._order[self._first_parts[part]]
-        return self._write_order.enter(part, rank, is_result, self._nic_queue.first_order)
 
-    def _urgent_order(self, write: Write) -> int:
-        """Return the order of *write* by urgency where it has none (fifo): traces show what ignoring it costs."""
-        return order_of(write.round, self._order[self._first_parts[write.part]], False)
+def _news(known: dict[int, T], found: Mapping[int, T]) -> dict[int, T]:
+    """Return what of *found* is not in *known*, and make *known* the same."""
+    news = {key: value for key, value in found.items() if known.get(key) != value}
+    known.update(news)
+    if len(known) != len(found):
+        for key in known.keys() - found.keys():
+            del known[key]
+    return news
 
-    def _put(self, source: int, write: Write) -> None:
-        self._nic_queue.put(source, write, order=write.send_key.order, key=write.send_key.key, nbytes=write.nbytes)
 
-    def _pump(self) -> None:
-        """Post what credit allows."""
-        while not self._abandoned and (found := self._nic_queue.pop()) is not None:
-            source, write = found
-            self._posted[source][write.part] = write
-            if self._sends is not None:
-                self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
-                                write.send_key.order or self._urgent_order(write))
-            stream = self._links[source].stream_of(write.part)
-            try:
-                stream.post(write.part, write.round, write.flags, write.address, write.nbytes)
-            except ValueError:
-                if not (self._abandoned or self._nic_queue.is_held(source)):  # else it was cut after the check
-                    raise
-        self._peak_queued = max(self._peak_queued, self._nic_queue.queued)
+_REASONS = {
+    errno.ENOENT: "no plan has told who gets it, or how urgent it is",
+    errno.ENOTCONN: "there is no connection to it",
+    errno.EDESTADDRREQ: "the peer has not told where it goes",
+    errno.EMSGSIZE: "the peer expects another size",
+    errno.EFAULT: "its memory is not registered with the card",
+    errno.EINVAL: "the connection has no such slot",
+    errno.EPROTO: "more was acknowledged than was sent",
+    errno.ESHUTDOWN: "the connection was closed",
+}
 
-    def _replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
-        self._events += self._engine.events(0.0)  # the last events of the old link, which is closed
-        self._run_commands()  # those that came before these events: partitions of a commit, others that are retired
-        self._handle_events()
-        if source not in self._links:
-            return  # it was lost meanwhile: there is nothing to write
-        self._links[source], posted = link, self._posted[source]
-        link.start(self._engine, source)
-        self._nic_queue.resume(source)
-        for part, round_ in awaited.items():
-            write = posted.get(part)
-            if write is not None and write.round == round_:
-                del posted[part]  # queued below: a link that ends before must not queue it once more
-                self._put(source, write)
-        self._pump()
-        self._n_reconnects += 1
 
-    def _lose(self, source: int, code: int) -> None:
-        if source in self._links:
-            if self._nic_queue.is_held(source):
-                return  # it is being replaced or dropped, or this comes from another of its streams
-            self._nic_queue.hold(source)
-        self._on_lost(source, code)
+def _error_of(code: int, source: int, part: int, round: int, nbytes: int, address: int) -> BpsError:
+    """Return what the failure of the native dispatch means."""
+    what = f"round {round} of partition {part} ({nbytes} bytes at {address:#x})"
+    if code == errno.ENOMEM:
+        return CapacityError(f"there is no memory to send {what}")
+    where = "" if source == NOBODY else f" to source {source}"
+    return ProtocolError(f"{what} cannot be sent{where}: {_REASONS.get(code, os.strerror(code))}")

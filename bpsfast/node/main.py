@@ -7,8 +7,8 @@
               the scheduler is lost: `SchedulerFailover`
     end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
 
-Threads: this control loop (idle in steady state), the communication service (`dispatch`), the native threads of the
-engine and of the streams. A helper is a node without ranks.
+Threads: this control loop and the one that hears of lost connections (`dispatch`), both idle in steady state; the
+native threads of the engine and of the streams. A helper is a node without ranks.
 """
 from __future__ import annotations
 

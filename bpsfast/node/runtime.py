@@ -66,7 +66,7 @@ class NodeRuntime:
             fifo=settings.scheduling == "fifo", **self._tracing.limits._asdict())
         self._installer: PlanInstaller | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
-            self._engine, settings.credit_bytes, on_lost, self._tracing.sends, fifo=settings.scheduling == "fifo")
+            self._engine, settings.credit_bytes, on_lost, self._tracing.limits, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
         self._ranks: dict[int, int] = {}
         self._lanes: dict[int, Segment] = {}
@@ -430,6 +430,7 @@ class NodeRuntime:
         """Stop service, wires and engine; their trace records are kept for `write_trace`."""
         self._stopped = True
         self._service.stop()
+        self._tracing.sends = self._service.sends()
         self._tracing.keep(self.engine)
         for link in self.wires():
             self._tracing.keep(link)
@@ -466,8 +467,7 @@ class Tracing:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.limits = limits(settings)
-        #: Filled by the communication service; None if nothing is traced.
-        self.sends = SendLog(self.limits) if self.limits.trace_capacity else None
+        self.sends = SendLog(self.limits)
         self._records: list[bytes] = []
 
     def keep(self, ended: Engine | WireLink) -> None:
@@ -477,7 +477,7 @@ class Tracing:
 
     def write(self, node: int, parts: Mapping[int, Part], peers: Mapping[int, int], clock: tuple[Point, ...]) -> None:
         """Write the trace, if tracing is on; *parts* by number, *peers*: nodes by source, *clock*: as in `Origin`."""
-        if self.sends is None:
+        if not self.limits.trace_capacity:
             return
         room = self.limits.trace_capacity * RECORD.size
         origin = Origin(node=node, clock=clock, peers=dict(peers), credit_nbytes=self._settings.credit_bytes,

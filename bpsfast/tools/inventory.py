@@ -26,7 +26,7 @@ from .doctor.facts import Facts
 #: Instructions that sums, copies or encryption use; names as in /proc/cpuinfo.
 _SIMD = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "aes",
          "vaes", "asimd", "fphp", "asimdhp", "sve", "bf16")
-_MODULES = ("pages", "ring", "port", "direct", "engine", "pace", "tcp", "seal", "verbs", "rdma", "perf")
+_MODULES = ("pages", "ring", "port", "direct", "engine", "dispatch", "pace", "tcp", "seal", "verbs", "rdma", "perf")
 #: framework -> its distributions, our module for its tensors, and distributions that the module also needs
 _FRAMEWORKS: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     ("torch", ("torch",), "bpsfast.torch", ()),

@@ -1,6 +1,7 @@
 """Decides which partition a node sends next, and to which peer: most urgent first, with a limit of bytes in flight.
 
-`WriteOrder` gives each write its place, `CreditQueue` holds the writes to one peer, `NicQueue` those to all peers.
+`WriteOrder` gives each write its place, `CreditQueue` holds the writes to one peer, `NicQueue` those to all peers. The
+simulator decides by these; nodes decide natively (`pyx/send_queue.h`), and tests show that they decide the same.
 
 The optimum (OSDI'20 section 3.1) needs every NIC busy in both directions to the very end of a step. A NIC that serves
 all peers alike misses it wherever shares differ: bytes for a helper leave as slowly as those for one of the fewer

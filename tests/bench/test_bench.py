@@ -11,7 +11,7 @@ from bpsfast.bench import push_pull
 from bpsfast.bench.harness import option_lists, pattern, samples, table
 from bpsfast.bench.harness.contestant import Operation, Timer
 from bpsfast.bench.harness.contestant_group import Group, Turn
-from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
+from bpsfast.bench.push_pull import one_machine, two_nodes
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.doctor.facts import CacheLineLatency
@@ -186,11 +186,6 @@ def test_tables_of_one_machine_are_at_most_120_columns_wide():
     assert max(map(len, [*memory, *latency.splitlines()])) <= 120
 
 
-def test_python_time_is_per_partition():
-    assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 3}) == 2e-6
-    assert steady_state.python_s_per_partition({"dispatch_cpu_ns": 6000, "dispatch_partitions": 0}) is None
-
-
 @pytest.mark.parametrize(("large_s", "n_turns"), [([2.2] * 3, 3), ([4.0] * 9, 9), ([4.0, 2.0, 4.0, *[2.0] * 6], 9)])
 def test_there_are_more_rounds_if_a_cliff_is_not_certain(large_s, n_turns):
     """More rounds of all rows, but only once; three rounds make nothing certain."""
@@ -244,9 +239,8 @@ def test_one_machine_writes_what_it_measured(tmp_path, capsys):
 @pytest.mark.slow
 def test_two_nodes_measure_loopback_against_raw_sockets(capsys):
     plan = Plan(sizes=(1 << 20,), n_ranks=2, operations=("numpy",), peers=(), quick=True)
-    *rows, last = two_nodes._measure(plan, "loopback", None)
+    rows = two_nodes._measure(plan, "loopback", None)
     wrong = {row["chosen"]["operation"]: row["measured"]["n_wrong"] for row in rows}
     assert set(wrong) == {"numpy", "numpy, encrypted", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}
     assert wrong["numpy"] == wrong["numpy, encrypted"] == 0 < wrong["numpy, sums off"]
-    assert last["measured"]["python_s_per_partition"] > 0
     assert "of the raw bound" in capsys.readouterr().out

@@ -199,7 +199,6 @@ def test_a_step_costs_no_message_no_registration_and_no_allocation(job, transpor
             assert after[name] == before[name]
         if transport == "tcp":
             assert after["dispatch_partitions"] > before["dispatch_partitions"]
-            assert after["dispatch_cpu_ns"] > before["dispatch_cpu_ns"]
 
 
 def too_much():

@@ -89,11 +89,16 @@ def test_empty_contributions_leave_the_others(engine_node):
     assert np.signbit(v.output(1)[0]).all()
 
 
-def summed(v):
-    """Return (part, round) of all sums so far, as they began."""
+def sums_of(v):
+    """Return the records of all sums so far, as they began."""
     record = {"begin": "u8", "end": "u8", "part": "u4", "round": "u4", "kind": "u2", "thread": "u2", "nbytes": "u4"}
     records = np.frombuffer(v.engine.trace(), np.dtype(list(record.items())))
-    sums = np.sort(records[records["kind"] == 3], order="begin")
+    return np.sort(records[records["kind"] == 3], order="begin")
+
+
+def summed(v):
+    """Return (part, round) of all sums so far, as they began."""
+    sums = sums_of(v)
     return [(int(part), int(round_)) for part, round_ in zip(sums["part"], sums["round"])]
 
 
@@ -268,6 +273,26 @@ def test_a_member_whose_ranks_are_all_empty_forwards_nothing(engine_node):
     for port in v.ports:
         port.submit(0, 1, 1, 0, 0, empty=True)
     assert v.engine.events(10) == [(native.EVENT_FORWARD, owner, 0, 1, native.FLAG_EMPTY, 0, 0)]
+
+
+@pytest.mark.parametrize(("n_parts", "nbytes", "thread"), [(1, PART, 1), (2, PART, 1), (1, 256 << 10, 0)])
+def test_who_receives_the_last_small_input_sums_it(engine_node, n_parts, nbytes, thread):
+    v = engine_node(n_ranks=1, n_parts=1, n_threads=1, trace_capacity=100)
+    memory, peer = Segment(4 * nbytes), v.engine.add_wire_peer()
+    v.engine.map_segment(v.ranks[0], 1, memory.address, nbytes)
+    for part in range(n_parts):
+        v.own(part, nbytes=nbytes, n_elements=nbytes // 4, unit_offset=0, after=[(peer, memory.address + nbytes)],
+              outputs=[memory.address + 2 * nbytes] * 2)
+    v.commit(list(range(n_parts)))
+    values = np.frombuffer(memory, np.float32).reshape(4, -1)
+    values[0], values[1] = 1, 2
+    for part in range(n_parts):
+        v.ports[0].submit(part, 1, 1, 1, 0)
+        while v.engine.missing(part)[1] != [peer]:
+            pass
+        v.engine.arrived(peer, part, 1, 0)
+        assert v.ports[0].wait(part, 1, 1, 10) == DONE and (values[2] == 3).all()
+    assert list(sums_of(v)["thread"]) == [thread] * n_parts
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -13,10 +13,10 @@ from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.trace import Limits, SendLog
+from bpsfast.trace import Limits
 
 HEADER = struct.Struct("<IIIIIIQ")  # wire.h
-NBYTES = 100
+NBYTES = 70_000  # too much to be sent at once by who posts it: each write is delivered when it was read
 
 
 def alone(n_parts: int) -> dict[int, int]:
@@ -32,12 +32,11 @@ class Service:
         self.bell = Segment(ring.DOORBELL_NBYTES, huge=False)
         ring.format_board(self.board)
         ring.format_doorbell(self.bell)
-        self.payload = Segment(4096, huge=False)
+        self.payload = Segment(1 << 17, huge=False)
         self.engine = Engine(self.board, self.bell, n_threads=1)
         self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.sends = SendLog(Limits(100))
         self.dispatcher = Dispatcher(self.engine, credit_nbytes, lambda source, code: self.lost.put((source, code)),
-                                     self.sends, fifo=fifo)
+                                     Limits(100), fifo=fifo)
         self.readers = tuple(index for index in range(n_peers) if with_ranks[index])
         self.links: list[TcpLink] = []
         self.far: list[socket.socket] = []
@@ -56,6 +55,10 @@ class Service:
         """Commit parts that all peers with ranks read; each is a separate unit unless *first_parts* has other units."""
         readers = {part: self.readers for part in range(len(order))}
         self.dispatcher.commit(order, first_parts or alone(len(order)), {}, readers)
+
+    def report(self, events: list[tuple[int, ...]]) -> None:
+        """Report *events* as the engine and the streams do."""
+        self.dispatcher._native.report(events)
 
     def event(self, kind: int, source: int, part: int, round_: int = 1, nbytes: int = NBYTES) -> tuple[int, ...]:
         return kind, source, part, round_, 0, self.payload.address, nbytes
@@ -78,6 +81,12 @@ class Service:
         while (n_sent := link.counters()["writes_sent"]) < n_writes and time.monotonic() < deadline:
             pass
         return n_sent
+
+    def until_delivered(self) -> None:
+        """Wait until nothing is under way: what was read here is delivered once its stream has asked the kernel."""
+        deadline = time.monotonic() + 20
+        while self.dispatcher.counters()["in_flight_nbytes"]:
+            assert time.monotonic() < deadline, self.dispatcher.counters()
 
     def _exactly(self, peer: int, nbytes: int) -> bytes:
         data = b""

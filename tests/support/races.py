@@ -16,11 +16,11 @@ from tests.support import sanitized
 
 PROGRAMS = tuple(sorted(path.stem for path in (sanitized.NATIVE / "races").glob("*.c")))
 #: Modules that have threads, or share memory with threads.
-MODULES = ("engine", "pace", "perf", "port", "ring", "tcp")
+MODULES = ("dispatch", "engine", "pace", "perf", "port", "ring", "tcp")
 #: Tests within one process, because ThreadSanitizer sees no other, and tests to leave out, with reasons.
 TESTS = (
     "test_pipelined_transfer", "test_engine", "test_engine_lifecycle", "test_engine_rows", "test_engine_store",
-    "test_lags", "test_pace", "test_port", "test_ring", "test_tcp",
+    "test_lags", "test_pace", "test_port", "test_ring", "test_sends_at_once", "test_tcp",
 )
 LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # starts a job, which has other processes
 

@@ -107,8 +107,8 @@ def test_no_answer_is_staler_than_was_asked_for(shared_job, transport, staleness
     for rank, answers in enumerate(found):
         for step, answer in enumerate(answers):
             assert answer[rank] == step + 1 and answer.min() >= step + 1 - staleness, (rank, step, answer)
-    if staleness == 0:
-        assert all((answer == step + 1).all() for answers in found for step, answer in enumerate(answers))
+    if staleness == 0:  # and maybe the next change of a faster worker
+        assert all(answer.max() <= step + 2 for answers in found for step, answer in enumerate(answers))
 
 
 def leave_early(name):

@@ -87,8 +87,9 @@ def test_compressed_sums_go_on(shared_job, transport, codec):
 
 def test_weights_that_are_kept_are_not_set_anew(wrapping):
     found = wrapping.run(test_async_weights.count, 8, 0, [0.0] * 3, "wrapped")
-    for answers in found:
-        assert all((answer == step + 1).all() for step, answer in enumerate(answers))
+    for rank, answers in enumerate(found):
+        for step, answer in enumerate(answers):
+            assert answer[rank] == step + 1 == answer.min() and answer.max() <= step + 2, (rank, step, answer)
 
 
 def test_collectives_go_on(wrapping):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ...pyx import rdma, tcp
+from ...pyx.dispatch import Dispatch
 from ...pyx.engine import Engine
 
 #: One queue of writes to a peer. Any thread may call `post`; the bytes stay where they are until EVENT_DELIVERED.
@@ -23,13 +24,14 @@ class WireLink(ABC):
     kind: str
     is_encrypted = False
     index: int
+    n_nodes: int
     bound: dict[int, tuple[int, int, int, int, bool]]
     fenced: bool
     streams: Sequence[WireStream]
 
     @abstractmethod
-    def start(self, engine: Engine, source: int) -> None:
-        """Report arrivals to *engine* as those of *source*. Before anything is bound."""
+    def start(self, engine: Engine, source: int, link_number: int = 0) -> None:
+        """Report arrivals to *engine* as those of *source*. Before anything is bound. Losses name *link_number*."""
 
     @abstractmethod
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
@@ -54,6 +56,10 @@ class WireLink(ABC):
         Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
         in both directions.
         """
+
+    def route(self, dispatch: Dispatch, source: int) -> None:
+        """Let *dispatch* post to these streams, as `stream_of` says, what goes to *source*. Once started."""
+        dispatch.route(source, self.streams, n_nodes=self.n_nodes)
 
     @abstractmethod
     def fence(self) -> None:

@@ -25,6 +25,7 @@ from ...orchestration import security
 from ...orchestration.errors import ConfigError, MismatchError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
 from ...orchestration.security import HandshakeResult
+from ...pyx.dispatch import Dispatch
 from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
@@ -171,7 +172,7 @@ class TcpLink(WireLink):
             self.seals[number] = seals
             self.is_encrypted = True
 
-    def start(self, engine: Engine, source: int) -> None:
+    def start(self, engine: Engine, source: int, link_number: int = 0) -> None:
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _REMOTE_BUFFER_NBYTES)
@@ -184,7 +185,8 @@ class TcpLink(WireLink):
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
                             **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
-                            seal_out=seal_out, seal_in=seal_in, checks=self.checks, keep=(engine, self.paces, seals))
+                            seal_out=seal_out, seal_in=seal_in, checks=self.checks, number=link_number,
+                            keep=(engine, self.paces, seals))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
         for part, bound in self.bound.items():
@@ -242,6 +244,9 @@ class TcpLink(WireLink):
     def stream_of(self, part: int) -> Stream:
         n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
         return self.streams[part // self.n_nodes % min(n, len(self.streams))]
+
+    def route(self, dispatch: Dispatch, source: int) -> None:
+        dispatch.route(source, self.streams, n_nodes=self.n_nodes, n_turns=self.n_streams, counts=self._n_streams_of)
 
     def close(self) -> None:
         self._close_streams()

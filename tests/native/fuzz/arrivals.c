@@ -48,7 +48,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
         if (i != 2)
             bps_rdma_bind(&lane, i, (uint64_t)memory[i], (uint64_t)memory[i], NBYTES, i == 1, 1);
     }
-    bps_rdma_start(&lane, 1, lane.in, arrived, notify);
+    bps_rdma_start(&lane, 1, 0, lane.in, arrived, notify);
     for (int i = 0; i < 64 && input.nbytes != 0; i++) {
         struct bps_ibv_wc wc = {.status = BPS_WC_SUCCESS};
         uint8_t what = input_byte(&input), slot = input_byte(&input) % N_SLOTS;

@@ -1,6 +1,7 @@
-/* Two engines of three threads each: one owns all parts, the other is a member of them; couriers in the transports' and
- * the event loops' place carry partials and results between them. Four ranks push rounds through `bps_pipelined_transfer`, while a
- * controller puts parts in, freezes, commits, maps segments that parts wait for, asks what is missing, and retires. */
+/* Two engines of three threads each: one owns all parts, the other is a member of them. Results go by the owner's
+ * dispatch, whose stream takes them at once or is acknowledged later; a courier in a transport's and an event loop's
+ * place carries the member's partials. Four ranks push rounds through `bps_pipelined_transfer`, while a controller puts
+ * parts in, freezes, commits, maps segments that parts wait for, asks what is missing, and retires. */
 #include "../node.h"
 
 enum { N_PARTS = 6, N_RANKS = 4, N_WORDS = 128, NBYTES = 8 * N_WORDS, VISITOR = 9, WIRE = 2 };
@@ -60,26 +61,90 @@ static void *work_as_rank(void *argument)
     return NULL;
 }
 
-/* Carries what one node has for the other, as a transport and the node's loop do. */
+/* Carries the member's partials to the owner, as a transport and the node's loop do. */
 static void *carry(void *argument)
 {
-    struct node *from = argument, *to = from == &owner ? &member : &owner;
+    (void)argument;
     while (!bps_load(&couriers_end)) {
-        bps_events_await(&from->core->events, 50000000);
-        uint32_t n = bps_events_take(&from->core->events);
+        bps_events_await(&member.core->events, 50000000);
+        uint32_t n = bps_events_take(&member.core->events);
         for (uint32_t i = 0; i < n; i++) {
-            const struct bps_event *event = &from->core->events.taken[i];
-            uint32_t flags = event->kind == BPS_EVENT_FORWARD ? event->code : 0;
-            CHECK(event->kind == BPS_EVENT_FORWARD || event->kind == BPS_EVENT_RESULT);
-            void *place = event->kind == BPS_EVENT_FORWARD ? slots[event->part].bytes
-                          : is_coded(event->part)          ? frames[1][event->part][event->round & 1].bytes
-                                                  : (char *)results[1][event->part][event->round & 1];
-            if (!(flags & BPS_FLAG_EMPTY))
-                memcpy(place, (void *)event->address, event->nbytes);
-            bps_on_arrived(to->core, WIRE, event->part, event->round, flags);
+            const struct bps_event *event = &member.core->events.taken[i];
+            CHECK(event->kind == BPS_EVENT_FORWARD);
+            if (!(event->code & BPS_FLAG_EMPTY))
+                memcpy(slots[event->part].bytes, (void *)event->address, event->nbytes);
+            bps_on_arrived(owner.core, WIRE, event->part, event->round, event->code);
         }
     }
     return NULL;
+}
+
+/* A `bps_post_fn`: results of the owner go to the member. */
+static int post(void *stream, uint32_t part, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes,
+                int *is_delivered)
+{
+    struct bps_event delivered = {BPS_EVENT_DELIVERED, WIRE, part, round, 0, 0, nbytes};
+    char *place = is_coded(part) ? frames[1][part][round & 1].bytes : (char *)results[1][part][round & 1];
+    memcpy(place, (void *)address, nbytes);
+    *is_delivered = round % 3 == 0;
+    if (!*is_delivered)
+        CHECK(bps_events_push(stream, delivered) == 0);
+    bps_on_arrived(member.core, WIRE, part, round, flags);
+    return 0;
+}
+
+/* Acknowledges what was posted, as a stream does. */
+static void *acknowledge(void *argument)
+{
+    struct bps_events *posted = argument;
+    while (!bps_load(&couriers_end)) {
+        bps_events_await(posted, 50000000);
+        uint32_t n = bps_events_take(posted);
+        for (uint32_t i = 0; i < n; i++)
+            bps_on_notify(owner.core, posted->taken[i].kind, WIRE, posted->taken[i].part, posted->taken[i].round, 0,
+                          posted->taken[i].nbytes);
+    }
+    return NULL;
+}
+
+/* As a node's dispatcher makes it; the member reads all parts. */
+static void dispatch_make(struct bps_dispatch *dispatch, struct bps_readers **readers, struct bps_events *posted)
+{
+    CHECK(bps_dispatch_open(dispatch, 0) == 0 && bps_events_init(posted, 16) == 0);
+    CHECK(bps_send_add(&dispatch->queue, WIRE, 0) == 0);
+    dispatch->queue.credit_nbytes = 2 * NBYTES;
+    dispatch->routes = zeroed((WIRE + 1) * sizeof *dispatch->routes);
+    dispatch->n_routes = WIRE + 1;
+    dispatch->routes[WIRE] = (struct bps_route){zeroed(sizeof(struct bps_post_target)), 1, 1, 0, NULL, 0};
+    dispatch->routes[WIRE].targets[0] = (struct bps_post_target){posted, post};
+    dispatch->order = zeroed(N_PARTS * sizeof(uint32_t));
+    dispatch->n_order = N_PARTS;
+    CHECK(bps_dispatch_room(dispatch, N_PARTS - 1) == 0);
+    *readers = zeroed(sizeof **readers + sizeof(uint32_t));
+    (*readers)->n = 1;
+    (*readers)->sources[0] = WIRE;
+    for (uint32_t i = 0; i < N_PARTS; i++) {
+        dispatch->order[i] = i;
+        dispatch->parts[i] = (struct bps_known_part){i, *readers};
+    }
+    dispatch->engine = owner.core;
+    dispatch->notify = bps_on_notify;
+    bps_on_attach(owner.core, dispatch);
+}
+
+/* What a controller does to a peer whose link is about to be closed, and a reader of counters. */
+static void hold_for_a_moment(struct bps_dispatch *dispatch)
+{
+    pthread_mutex_lock(&dispatch->lock);
+    bps_send_hold(&dispatch->queue, WIRE);
+    bps_dispatch_settle(dispatch, WIRE);
+    CHECK(dispatch->posting == BPS_SEND_NOBODY);
+    struct bps_send_peer *peer = &dispatch->queue.peers[WIRE];
+    peer->is_held = 0; /* `bps_send_resume` would forget what is in flight */
+    dispatch->queue.n_busy_held -= peer->n_in_flight != 0;
+    bps_send_update(&dispatch->queue, WIRE);
+    pthread_mutex_unlock(&dispatch->lock);
+    bps_dispatch_pump(dispatch);
 }
 
 static void commit(struct node *node)
@@ -105,6 +170,7 @@ static void *control(void *argument)
         CHECK(bps_table_put(owner.core, VISITOR, &part) == 0);
         commit(&owner);
         commit(&member);
+        hold_for_a_moment(owner.core->dispatch);
         for (int rank = 0; rank < 2; rank++) {
             for (int i = 0; i < N_WORDS; i++)
                 visitor[rank][visit & 1][i] = visit + (uint64_t)rank;
@@ -157,6 +223,9 @@ int main(int argc, char **argv)
 {
     pthread_t ranks[N_RANKS], couriers[2], controller;
     struct node *nodes[2] = {&owner, &member};
+    static struct bps_dispatch dispatch;
+    static struct bps_events posted;
+    struct bps_readers *readers;
     end_ns = deadline_of(argc, argv);
     for (int i = 0; i < 2; i++) {
         node_make(nodes[i], 3);
@@ -170,12 +239,13 @@ int main(int argc, char **argv)
         }
         CHECK(node_add_source(nodes[i], BPS_WIRE_PEER, NULL) == WIRE);
     }
+    dispatch_make(&dispatch, &readers, &posted);
     for (uint32_t i = 0; i < N_PARTS; i++)
         add_part(i);
     commit(&owner);
     commit(&member);
-    for (int i = 0; i < 2; i++)
-        CHECK(bps_start_thread(&couriers[i], carry, nodes[i]) == 0);
+    CHECK(bps_start_thread(&couriers[0], carry, NULL) == 0);
+    CHECK(bps_start_thread(&couriers[1], acknowledge, &posted) == 0);
     CHECK(bps_start_thread(&controller, control, NULL) == 0);
     for (uintptr_t i = 0; i < N_RANKS; i++)
         CHECK(bps_start_thread(&ranks[i], work_as_rank, (void *)i) == 0);
@@ -184,14 +254,19 @@ int main(int argc, char **argv)
     bps_store(&controller_end, 1);
     pthread_join(controller, NULL);
     bps_store(&couriers_end, 1);
-    for (int i = 0; i < 2; i++) {
-        bps_events_wake(&nodes[i]->core->events);
+    bps_events_wake(&member.core->events);
+    bps_events_wake(&posted);
+    for (int i = 0; i < 2; i++)
         pthread_join(couriers[i], NULL);
-    }
     for (int i = 0; i < 2; i++) {
         bps_stop(nodes[i]->core);
         node_free(nodes[i]);
     }
+    CHECK(dispatch.failure == 0 && dispatch.n_queued == 0);
+    bps_dispatch_free(&dispatch);
+    free(readers);
+    free(posted.items);
+    free(posted.taken);
     for (int i = 0; i < N_RANKS; i++)
         free(ports[i].lane);
     printf("%u rounds, %u visits\n", n_rounds, n_visits);

@@ -208,7 +208,7 @@ static void open_lane(struct side *side, uint32_t i)
 {
     struct bps_rdma_stream *lane = &side->lanes[i];
     await(&lane->proof, BPS_PROOF_SENT | BPS_PROOF_RECEIVED);
-    bps_rdma_start(lane, i, side, arrived, notify);
+    bps_rdma_start(lane, i, 0, side, arrived, notify);
     for (uint32_t slot = 0; slot < N_SLOTS; slot++)
         CHECK(bps_rdma_bind(lane, slot, (uint64_t)side->landing[i][slot][0], (uint64_t)side->landing[i][slot][1], NBYTES,
                             0, 1) == 0);

@@ -78,7 +78,7 @@ class RailPath:
 
 
 class RdmaLink(WireLink):
-    """An established pair of nodes. For the control loop's thread; `stream_of` also for the dispatcher's."""
+    """An established pair of nodes. For the control loop's thread."""
 
     kind = "rdma"
     end_reason = "the connection of its rendezvous ended"
@@ -86,7 +86,7 @@ class RdmaLink(WireLink):
     def __init__(self, index: int, n_nodes: int, paths: Sequence[RailPath], channel: MessageSocket) -> None:
         self.index = index
         self.channel = channel
-        self._n_nodes = n_nodes
+        self.n_nodes = n_nodes
         self._paths = list(paths)
         self.streams = [path.stream for path in paths]
         self._fresh: dict[int, Slot] = {}
@@ -95,10 +95,10 @@ class RdmaLink(WireLink):
         self._anew: dict[int, int] = {}  # parts bound after the link has ended -> their next round
         self.fenced = False
 
-    def start(self, engine: Engine, source: int) -> None:
+    def start(self, engine: Engine, source: int, link_number: int = 0) -> None:
         for path in self._paths:
             path.stream.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
-                           notify=engine.notify_address, keep=engine)
+                           notify=engine.notify_address, number=link_number, keep=engine)
 
     def stream_of(self, part: int) -> native.Stream:
         return self._path(part).stream
@@ -204,4 +204,4 @@ class RdmaLink(WireLink):
         self.channel.close()
 
     def _path(self, part: int) -> RailPath:
-        return self._paths[part // self._n_nodes % len(self._paths)]
+        return self._paths[part // self.n_nodes % len(self._paths)]
