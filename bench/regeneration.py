@@ -92,7 +92,7 @@ PIECES = (
     _bench("codecs", "codecs.jsonl", 4),
     _bench("post", "post.jsonl", 1),
     _bench("push_pull --compare gloo,mpi,mpich,impi", "push_pull_one_machine.jsonl", 25, _mpi),
-    _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
+    _bench("push_pull --nodes 2 --compare gloo --sizes 4K,64K,1M,64M", "push_pull_two_nodes.jsonl", 4, _machines),
     _bench("overhead", "overhead.jsonl", 2, _package("torch")),
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
     _bench("rows", "rows.jsonl", 1),
