@@ -199,25 +199,32 @@ static inline void bps_dispatch_put_result(struct bps_dispatch *dispatch, struct
             rc = bps_dispatch_put(dispatch, readers->sources[i], write);
 }
 
-/* Take an event of the engine or of a stream; `bps_dispatch_pump` posts what it allows. */
+/* Take an event of the engine or of a stream: of a write. Under the lock. */
+static inline void bps_dispatch_take(struct bps_dispatch *dispatch, uint32_t kind, uint32_t source,
+                                     struct bps_outgoing *write)
+{
+    dispatch->n_events++;
+    dispatch->n_partitions += kind != BPS_EVENT_DELIVERED;
+    write->since_ns = dispatch->sent_capacity != 0 ? bps_now_ns() : 0;
+    if (kind == BPS_EVENT_RESULT) {
+        bps_dispatch_put_result(dispatch, write);
+    } else if (bps_dispatch_has(dispatch, source)) { /* else it is lost; a new owner gets the write */
+        if (kind == BPS_EVENT_DELIVERED) {
+            if (bps_send_release(&dispatch->queue, source, write->nbytes) != 0)
+                bps_dispatch_fail(dispatch, EPROTO, source, write);
+        } else if (bps_dispatch_enter(dispatch, write, 0) == 0)
+            bps_dispatch_put(dispatch, source, write);
+    }
+    bps_store(&dispatch->is_due, 1);
+}
+
+/* The same; `bps_dispatch_pump` posts what it allows. */
 static inline void bps_dispatch_event(struct bps_dispatch *dispatch, uint32_t kind, uint32_t source, uint32_t part,
                                       uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes)
 {
     struct bps_outgoing write = {.part = part, .round = round, .flags = flags, .address = address, .nbytes = nbytes};
     pthread_mutex_lock(&dispatch->lock);
-    dispatch->n_events++;
-    dispatch->n_partitions += kind != BPS_EVENT_DELIVERED;
-    write.since_ns = dispatch->sent_capacity != 0 ? bps_now_ns() : 0;
-    if (kind == BPS_EVENT_RESULT) {
-        bps_dispatch_put_result(dispatch, &write);
-    } else if (bps_dispatch_has(dispatch, source)) { /* else it is lost; a new owner gets the write */
-        if (kind == BPS_EVENT_DELIVERED) {
-            if (bps_send_release(&dispatch->queue, source, nbytes) != 0)
-                bps_dispatch_fail(dispatch, EPROTO, source, &write);
-        } else if (bps_dispatch_enter(dispatch, &write, 0) == 0)
-            bps_dispatch_put(dispatch, source, &write);
-    }
-    bps_store(&dispatch->is_due, 1);
+    bps_dispatch_take(dispatch, kind, source, &write);
     pthread_mutex_unlock(&dispatch->lock);
 }
 

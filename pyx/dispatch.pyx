@@ -91,12 +91,17 @@ cdef extern from "dispatch.h" nogil:
     int bps_dispatch_room(bps_dispatch *, uint32_t)
     int bps_dispatch_enter(bps_dispatch *, bps_outgoing *, int)
     int bps_dispatch_put(bps_dispatch *, uint32_t, const bps_outgoing *)
-    void bps_dispatch_event(bps_dispatch *, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t)
+    void bps_dispatch_take(bps_dispatch *, uint32_t, uint32_t, bps_outgoing *)
     void bps_dispatch_pump(bps_dispatch *)
     void bps_dispatch_forget(bps_dispatch *, uint32_t)
     void bps_dispatch_remove(bps_dispatch *, uint32_t)
     void bps_dispatch_settle(bps_dispatch *, uint32_t)
     int bps_dispatch_repeat(bps_dispatch *, uint32_t, uint32_t, uint32_t)
+
+
+cdef struct Reported:
+    uint32_t kind, source
+    bps_outgoing write
 
 
 @cython.final
@@ -348,10 +353,25 @@ cdef class Dispatch:
         self.streams.clear()
 
     def report(self, events):
-        """Take *events* as an engine and its streams report them: (kind, source, part, round, flags, address, nbytes).
+        """Take *events*, all before anything is posted, as an engine and its streams report them: (kind, source, part,
+        round, flags, address, nbytes).
         """
-        for kind, source, part, round, flags, address, nbytes in events:
-            bps_dispatch_event(&self.dispatch, kind, source, part, round, flags, address, nbytes)
+        cdef uint32_t i, n = <uint32_t>len(events)
+        cdef Reported *found = <Reported *>calloc(n + 1, sizeof(Reported))
+        if found == NULL:
+            raise MemoryError(f"{n} events")
+        try:
+            for i in range(n):
+                (found[i].kind, found[i].source, found[i].write.part, found[i].write.round, found[i].write.flags,
+                 found[i].write.address, found[i].write.nbytes) = events[i]
+        except BaseException:
+            free(found)
+            raise
+        pthread_mutex_lock(&self.dispatch.lock)
+        for i in range(n):
+            bps_dispatch_take(&self.dispatch, found[i].kind, found[i].source, &found[i].write)
+        pthread_mutex_unlock(&self.dispatch.lock)
+        free(found)
         self._pump()
 
     cdef void _pump(self):

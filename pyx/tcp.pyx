@@ -125,7 +125,7 @@ cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
 
 cdef void _deliver(Link *link) noexcept nogil:
     """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
-    cdef uint64_t acknowledged = 0
+    cdef uint64_t acknowledged = 0, unacknowledged
     cdef bint is_delivered, is_first = True
     cdef Write post
     while True:
@@ -133,7 +133,8 @@ cdef void _deliver(Link *link) noexcept nogil:
         is_delivered = link.delivered < link.sent
         if is_delivered and is_first:
             # Not earlier: a thread that posts may be sending, of which `bytes_sent` does not know yet.
-            acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
+            unacknowledged = bps_unacknowledged(link.fd)  # more than was sent, where the kernel counts its overhead
+            acknowledged = link.bytes_sent - unacknowledged if unacknowledged < link.bytes_sent else 0
             is_first = False
         if is_delivered:
             post = link.queue[link.delivered % link.capacity]
