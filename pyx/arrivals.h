@@ -3,7 +3,8 @@
 
 #include "workers.h"
 
-/* More bytes are summed by a worker: whoever receives would be kept from it for longer than a worker takes to wake. */
+/* Larger sums are left to a worker: they would keep the receiving thread from its socket for longer than a worker takes
+ * to wake. */
 #define BPS_SUM_AT_ONCE_NBYTES (128u << 10)
 
 /* Keep an arrival until the thaw: a peer that commits earlier may already write to the part that this node is to

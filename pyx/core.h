@@ -107,8 +107,8 @@ static inline void bps_event_out(struct bps_core *core, uint32_t kind, uint32_t 
         bps_abort(core, reason, sizeof reason);
 }
 
-/* Drop the engine's lock, wake up to n threads of the engine and who sleeps on `word` (NULL: nobody), then send what
- * there was to send meanwhile. */
+/* Drop the engine's lock, wake up to n of the engine's threads and all threads that sleep on `word` (NULL: none), then
+ * send what was put into the send queue under the lock. */
 static inline void bps_leave_and_wake(struct bps_core *core, uint32_t *word, int n)
 {
     struct bps_dispatch *dispatch = core->dispatch;

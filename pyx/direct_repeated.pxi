@@ -309,9 +309,12 @@ cdef class DirectPush:
         return self._push_array(x, out)
 
     cdef object _push_known(self, x, out, average, priority):
-        """As `_push_any`; a tensor that requires a gradient is left to Python, which refuses to write into it."""
-        if self.exchange != NULL and (out is None or x.requires_grad is not False or out.requires_grad is not False):
-            return None
+        """As `_push_any`; a tensor that requires a gradient is left to Python, which refuses it."""
+        if self.exchange != NULL:
+            bps_direct_prepare(&self.tensor.channel.channel, self.tensor.nbytes)
+            if (type(x) is not self.kind or x.requires_grad is not False
+                    or (out is not x and (type(out) is not self.kind or out.requires_grad is not False))):
+                return None
         return self._push_any(x, out, average, priority)
 
     cdef object _push_tensor(self, x, out):

@@ -4,8 +4,8 @@
  *   streams         --DELIVERED: credit-->  send queue
  *
  * `lock` guards all of it, and is the last to be taken. Events are put under the engine's lock, and pumped once that is
- * dropped. A peer that is held, or was removed, is posted nothing: its streams may be
- * closed after `bps_dispatch_hold`. Numbers of peers are the engine's sources.
+ * dropped. Nothing is posted to a peer that is held or was removed: after `bps_dispatch_settle` its streams may be
+ * closed. Numbers of peers are the engine's sources.
  */
 #pragma once
 
@@ -44,7 +44,7 @@ struct bps_posted {
 
 struct bps_known_part {
     uint32_t first;                    /* the first part of its unit, or BPS_SEND_NOBODY */
-    const struct bps_readers *readers; /* NULL: nobody knows */
+    const struct bps_readers *readers; /* NULL: no commit has named them */
 };
 
 struct bps_sent { /* a record of the trace */
@@ -65,8 +65,8 @@ struct bps_dispatch {
     uint32_t posted_capacity, n_posted;
     uint32_t is_due; /* something was put since the last pump */
     uint32_t is_abandoned; /* nothing is posted any more */
-    int is_pumped; /* a thread posts */
-    uint32_t posting, n_settling; /* to whom, without the lock, or BPS_SEND_NOBODY; how many wait until it has */
+    uint32_t posting; /* the peer to which a thread posts, without the lock, or BPS_SEND_NOBODY */
+    uint32_t n_settling; /* threads that wait until it has */
     pthread_cond_t settled;
     void *engine; /* that a failure is reported to, by `notify` */
     bps_notify_fn notify;
@@ -261,13 +261,11 @@ static inline void bps_dispatch_post(struct bps_dispatch *dispatch, uint32_t sou
     bps_dispatch_record(dispatch, source, write);
     if (rc == 0) {
         target = *found;
-        dispatch->is_pumped = 1;
         dispatch->posting = source;
         pthread_mutex_unlock(&dispatch->lock);
         rc = target.post(target.stream, write->part, write->round, write->flags, write->address, write->nbytes,
                          &is_delivered);
         pthread_mutex_lock(&dispatch->lock);
-        dispatch->is_pumped = 0;
         dispatch->posting = BPS_SEND_NOBODY;
         if (dispatch->n_settling != 0)
             pthread_cond_broadcast(&dispatch->settled);
@@ -287,7 +285,7 @@ static inline void bps_dispatch_pump(struct bps_dispatch *dispatch)
     int n = 0;
     pthread_mutex_lock(&dispatch->lock);
     bps_store(&dispatch->is_due, 0);
-    while (!dispatch->is_pumped && !dispatch->is_abandoned && dispatch->failure == 0
+    while (dispatch->posting == BPS_SEND_NOBODY && !dispatch->is_abandoned && dispatch->failure == 0
            && (n < BPS_DISPATCH_AT_ONCE || dispatch->notify == NULL)
            && (source = bps_send_pop(&dispatch->queue, &write)) != BPS_SEND_NOBODY) {
         bps_dispatch_post(dispatch, source, &write);

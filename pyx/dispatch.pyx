@@ -146,6 +146,7 @@ cdef class Dispatch:
 
     def add(self, uint32_t source, int64_t place):
         """Add a peer. *place* breaks ties between peers (`NicQueue.add`)."""
+        cdef int rc
         pthread_mutex_lock(&self.dispatch.lock)
         rc = bps_send_add(&self.dispatch.queue, source, place)
         pthread_mutex_unlock(&self.dispatch.lock)
@@ -205,7 +206,8 @@ cdef class Dispatch:
         part of their unit, and the peers that get their result: {part: first}, {part: (source, ...)}.
         """
         cdef bps_dispatch *d = &self.dispatch
-        cdef uint32_t part, first, i, n
+        cdef uint32_t part, first, most, n
+        cdef int rc
         cdef uint32_t[::1] ranks
         cdef uint32_t *fresh
         cdef const bps_readers *set_
@@ -217,14 +219,19 @@ cdef class Dispatch:
         if n:
             ranks = numbers
             memcpy(fresh, &ranks[0], n * sizeof(uint32_t))
+        try:
+            most = max(max(first_parts, default=0), max(readers, default=0))
+        except BaseException:
+            free(fresh)
+            raise
         pthread_mutex_lock(&d.lock)
-        i = bps_dispatch_room(d, max(max(first_parts, default=0), max(readers, default=0)))
+        rc = bps_dispatch_room(d, most)
         d.order, fresh = fresh, d.order
         d.n_order = n
         pthread_mutex_unlock(&d.lock)
         free(fresh)
-        if i:
-            raise MemoryError("parts")
+        if rc:
+            raise MemoryError(f"a table of {most + 1} parts")
         for key, value in first_parts.items():
             part, first = key, value
             pthread_mutex_lock(&d.lock)
@@ -300,20 +307,20 @@ cdef class Dispatch:
         *awaited* is for each part the round that has not arrived there: it is posted again if it was before. What else
         was under way is forgotten.
         """
-        cdef uint32_t part, round
+        cdef uint32_t i, n
+        cdef uint32_t[::1] parts, rounds
         cdef bint is_there
-        cdef int rc = 0
-        pairs = [(each, awaited[each]) for each in awaited]
+        pairs = [*awaited.items(), (0, 0)]  # a memoryview is of one item at least
+        parts, rounds = _array("I", [part for part, _ in pairs]), _array("I", [round for _, round in pairs])
+        n = <uint32_t>len(pairs) - 1
         pthread_mutex_lock(&self.dispatch.lock)
         is_there = bps_dispatch_has(&self.dispatch, source)
         if is_there:
             bps_send_resume(&self.dispatch.queue, source)
-        try:
-            if is_there:
-                for part, round in pairs:
-                    rc = rc or bps_dispatch_repeat(&self.dispatch, source, part, round)
-        finally:
-            pthread_mutex_unlock(&self.dispatch.lock)
+            for i in range(n):
+                if bps_dispatch_repeat(&self.dispatch, source, parts[i], rounds[i]):
+                    break  # a failure, which is reported
+        pthread_mutex_unlock(&self.dispatch.lock)
         self._pump()
         return is_there
 

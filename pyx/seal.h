@@ -109,11 +109,13 @@ static inline uint64_t bps_seal_wire_nbytes(uint64_t header_nbytes, uint64_t nby
 }
 
 /* Seal header (of at most 64 bytes) and a payload of at most one record, both whole, into the staging memory, from where
- * they are to be sent next. How many bytes, or 0. */
+ * they are to be sent next. How many bytes, or 0: the payload is longer, or cannot be sealed. */
 static inline size_t bps_seal_stage(struct bps_seal *seal, const void *header, size_t header_nbytes, const void *payload,
                                     size_t nbytes)
 {
     size_t used = header_nbytes + BPS_SEAL_TAG;
+    if (nbytes > BPS_SEAL_RECORD)
+        return 0;
     int rc = bps_seal_close(seal, header, header_nbytes, seal->staging);
     if (rc == 0 && nbytes != 0) {
         rc = bps_seal_close(seal, payload, nbytes, seal->staging + used);

@@ -233,15 +233,61 @@ cdef bint _may_send_at_once(Link *link, uint64_t nbytes) noexcept nogil:
             and nbytes <= AT_ONCE_NBYTES and link.pace_out == NULL and bps_unacknowledged(link.fd) == 0)
 
 
+cdef bint _send_at_once(Link *link, Write *post) noexcept nogil:
+    """Send *post* as far as the socket takes it; return whether it has taken all. Under the lock, which is dropped
+    meanwhile; no other thread sends until it is taken again."""
+    cdef Py_ssize_t sent = -1
+    link.is_sending = True
+    pthread_mutex_unlock(&link.lock)
+    if link.seal_out == NULL:
+        sent = bps_send_at_once(link.fd, &post.header, <void *>post.address, post.header.nbytes, link.checks)
+    else:
+        post.staged = bps_seal_stage(link.seal_out, &post.header, sizeof(bps_header), <void *>post.address,
+                                     post.header.nbytes)
+        if post.staged:
+            sent = bps_seal_send_at_once(link.seal_out, link.fd, post.staged)
+    pthread_mutex_lock(&link.lock)
+    link.is_sending = False
+    post.done = max(sent, 0)  # an error comes again when the sending thread goes on, and is reported there
+    if post.done != _wire_nbytes(link, post.header.nbytes):
+        return False
+    bps_count(&link.bytes_sent, post.done)
+    bps_count(&link.writes_sent, 1)
+    bps_record_add(&link.records, BPS_WIRE, <int>link.peer, post.header.slot, post.header.round, post.header.nbytes,
+                   post.posted_ns, bps_now_ns())
+    return True
+
+
+cdef int _queue(Link *link, const Write *post, bint is_first) noexcept nogil:
+    """Queue *post* for the sending thread, last or *is_first*; return 0 or ENOMEM. Under the lock."""
+    cdef Write *grown
+    cdef uint64_t i
+    if link.posted - link.delivered + 2 > link.capacity:
+        grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
+        if grown == NULL:
+            return ENOMEM
+        for i in range(link.delivered, link.posted):
+            grown[i % (2 * link.capacity)] = link.queue[i % link.capacity]
+        free(link.queue)
+        link.queue = grown
+        link.capacity *= 2
+    if is_first:  # nothing is under way
+        link.delivered -= 1
+        link.sent -= 1
+        link.queue[link.sent % link.capacity] = post[0]
+    else:
+        link.queue[link.posted % link.capacity] = post[0]
+        link.posted += 1
+    return 0
+
+
 cdef int _post(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes,
                int *is_delivered) noexcept nogil:
     """`bps_post_fn`: ESHUTDOWN if the stream is closed, EINVAL for a slot that it does not have, ENOMEM."""
     cdef Link *link = <Link *>stream
     cdef Write post
-    cdef Write *grown
-    cdef uint64_t i
-    cdef Py_ssize_t sent
-    cdef bint was_first = False, has_work
+    cdef bint was_begun, has_work
+    cdef int rc = 0
     is_delivered[0] = False
     if slot >= link.slots.n:
         return EINVAL
@@ -253,54 +299,18 @@ cdef int _post(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint
     post.address, post.posted_ns, post.done, post.staged = address, bps_now_ns(), 0, 0
     post.end, post.sent_ns = UINT64_MAX, 0
     pthread_mutex_lock(&link.lock)
-    if not link.closing and _may_send_at_once(link, post.header.nbytes):
-        link.is_sending = was_first = True
-        pthread_mutex_unlock(&link.lock)
-        if link.seal_out != NULL:
-            post.staged = bps_seal_stage(link.seal_out, &post.header, sizeof(bps_header), <void *>address,
-                                         post.header.nbytes)
-            sent = bps_seal_send_at_once(link.seal_out, link.fd, post.staged) if post.staged else -1
-        else:
-            sent = bps_send_at_once(link.fd, &post.header, <void *>address, post.header.nbytes, link.checks)
-        pthread_mutex_lock(&link.lock)
-        link.is_sending = False
-        is_delivered[0] = sent == <Py_ssize_t>_wire_nbytes(link, post.header.nbytes)
-        if is_delivered[0]:
-            # The kernel has its own copy, and nothing else to send: to wait for the acknowledgement only delays credit.
-            bps_count(&link.bytes_sent, sent)
-            bps_count(&link.writes_sent, 1)
-            bps_record_add(&link.records, BPS_WIRE, <int>link.peer, slot, round, post.header.nbytes, post.posted_ns,
-                           bps_now_ns())
-        elif sent > 0:
-            post.done = sent
-    if link.closing and not is_delivered[0]:
-        pthread_mutex_unlock(&link.lock)
-        return ESHUTDOWN
-    if not is_delivered[0]:
-        if link.posted - link.delivered + 2 > link.capacity:
-            grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
-            if grown == NULL:
-                pthread_mutex_unlock(&link.lock)
-                return ENOMEM
-            for i in range(link.delivered, link.posted):
-                grown[i % (2 * link.capacity)] = link.queue[i % link.capacity]
-            free(link.queue)
-            link.queue = grown
-            link.capacity *= 2
-        if was_first:  # before those that another thread has posted meanwhile
-            link.delivered -= 1
-            link.sent -= 1
-            link.queue[link.sent % link.capacity] = post
-        else:
-            link.queue[link.posted % link.capacity] = post
-            link.posted += 1
+    was_begun = not link.closing and _may_send_at_once(link, post.header.nbytes)
+    # The kernel then has its own copy, and nothing else to send: to wait for its acknowledgement only delays credit.
+    is_delivered[0] = was_begun and _send_at_once(link, &post)
+    if not is_delivered[0]:  # one that was begun goes before those that other threads have posted meanwhile
+        rc = ESHUTDOWN if link.closing else _queue(link, &post, was_begun)
     has_work = link.sent < link.posted
     if has_work:
         bps_add(&link.word, 1)
     pthread_mutex_unlock(&link.lock)
     if has_work:
         bps_wake(&link.word, 1)
-    return 0
+    return rc
 
 
 def crc32c(const unsigned char[::1] data not None, uint32_t begun=0, *, bint by_tables=False):

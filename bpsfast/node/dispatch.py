@@ -39,7 +39,7 @@ class ResultResend(NamedTuple):
 
 
 class Dispatcher:
-    """Sends what the engine of one node has summed. Any thread, but for `handle`.
+    """Sends what the engine of one node has summed. For the control loop's thread; `handle` is the dispatcher's own.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ class Dispatcher:
                 self._on_lost(source, code)
 
     def _is_news(self, source: int, code: int, link_number: int) -> bool:
-        """Hold a source that is lost; return whether nobody knows of it yet."""
+        """Post nothing more to *source*, which is lost; return whether its loss is reported for the first time."""
         with self._lock:
             if source not in self._links:
                 return True

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import bpsfast
 from bpsfast.node import dispatch
 from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import ProtocolError
@@ -248,3 +249,14 @@ def test_a_link_that_replaces_another_has_its_own_numbers_of_streams(service):
     assert link.stream_of(1) is link.streams[0] and link.streams[1].counters()["writes_sent"] == 0
     for _, far in pairs:
         far.close()
+
+
+@pytest.mark.parametrize(("code", "kind", "text"), [
+    (errno.ENOMEM, bpsfast.CapacityError, "no memory to send round 3 of partition 5"),
+    (errno.ENOTCONN, ProtocolError, r"round 3 of partition 5 \(9 bytes at 0x1000\) cannot be sent to source 2: there"),
+    (errno.EDESTADDRREQ, ProtocolError, "the peer has not told where it goes"),
+    (errno.EBADF, ProtocolError, "Bad file descriptor"),
+])
+def test_why_nothing_is_sent_is_said_in_words(code, kind, text):
+    with pytest.raises(kind, match=text):
+        raise dispatch._error_of(code, 2, 5, 3, 9, 0x1000)

@@ -55,6 +55,7 @@ def out_of_place():
     x, out = torch.ones(1000), torch.zeros(1000)
     for _ in range(4):
         assert bpsfast.push_pull(x, False, "out", out=out) is out and out.eq(2).all()
+    n_sums = process.current().tensors.unit("out").direct.n_sums
     wide = torch.ones(1500)
     bpsfast.push_pull(wide[:1000], False, "out", out=wide[500:])
     assert wide[500:].eq(2).all() and wide[:500].eq(1).all()
@@ -64,7 +65,10 @@ def out_of_place():
             with pytest.raises((bpsfast.BpsError, RuntimeError, BufferError), match=r"requires? grad"):
                 bpsfast.push_pull(source, False, name, out=destination)
     assert learned.eq(1).all()
-    return process.current().tensors.unit("out").direct.n_sums
+    array = torch.ones(1000).numpy()  # of another type than the name's short way is for
+    assert bpsfast.push_pull(array, False, "out", out=array) is array and (array == 2).all()
+    assert (bpsfast.push_pull(x, False, "out") == 2).all()
+    return n_sums
 
 
 def test_tensors_are_summed_out_of_place(ranks):
