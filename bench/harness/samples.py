@@ -12,7 +12,7 @@ from bpsfast.launch.namespaces import Cluster
 from bpsfast.tools.doctor import hardware
 
 _BATCH_NBYTES = 192 << 20
-_MAX_BATCH = 200
+_MAX_BATCH = 64
 
 
 @dataclass

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: Begins the lines of JSON that rank 0 of `paired_rank` prints.
 PAIRED = "paired "
+#: The contestant that sums nothing: a process group of torch.distributed whose calls return at once.
+EMPTY = "empty"
 
 @dataclass(frozen=True)
 class Plan:

@@ -16,7 +16,7 @@ from typing import Any
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.cpu_load import CpuLoad
 from bpsfast.bench.push_pull import mpi_environments
-from bpsfast.bench.push_pull.options import PAIRED, Plan
+from bpsfast.bench.push_pull.options import EMPTY, PAIRED, Plan
 from bpsfast.orchestration.errors import BpsError
 
 #: Two cores are near each other if a cache line takes at most this many nanoseconds from one to the other.
@@ -39,7 +39,7 @@ def run(plan: Plan, libraries: Sequence[str]) -> list[dict[str, Any]]:
     """Measure our operations beside each of *libraries* under all conditions; print tables and return records."""
     records = []
     has_torch = "torch" in plan.operations
-    names = ["numpy", "numpy out", "segment", "mpi", "mpi out", *(["torch", "backend"] if has_torch else []),
+    names = ["numpy", "numpy out", "segment", "mpi", "mpi out", *(["torch", "backend", EMPTY] if has_torch else []),
              *(["gloo"] if "gloo" in plan.peers else [])]
     for title, (gap_us, n_hogs) in CONDITIONS.items():
         sizes = plan.sizes if not gap_us and not n_hogs else _SOME_SIZES

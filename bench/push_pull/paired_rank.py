@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench.push_pull.options import PAIRED
+from bpsfast.bench.push_pull.options import EMPTY, PAIRED
 from bpsfast.hardware.host import Host
 from bpsfast.tools.doctor import hardware
 from bpsfast.trainer import process
@@ -31,6 +31,9 @@ PIECE_NBYTES = 4 << 20
 _N_CALLS = 2000
 _LEAST_CALLS = 5
 _BLOCK_NBYTES = 256 << 20
+
+#: The backends of the groups among the contestants.
+_BACKENDS = {"gloo": "gloo", "backend": "bpsfast", EMPTY: EMPTY}
 
 Call = Callable[[], object]
 
@@ -84,16 +87,29 @@ class Calls:
 
 def open_groups(world: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return a group of torch.distributed for each backend among *names*."""
-    backends = [name for name in names if name in ("gloo", "backend")]
+    backends = {name: _BACKENDS[name] for name in names if name in _BACKENDS}
     if not backends:
         return {}
     import torch.distributed as dist
 
     import bpsfast.torch.backend  # noqa: F401 - registers it
 
+    if EMPTY in backends:
+        dist.Backend.register_backend(EMPTY, _empty_group, devices=["cpu"])
     port = world.bcast(_free_port() if world.rank == 0 else 0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size)
-    return {name: dist.new_group(backend="bpsfast" if name == "backend" else "gloo") for name in backends}
+    return {name: dist.new_group(backend=backend) for name, backend in backends.items()}
+
+
+def _empty_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Return a process group written in Python that sums nothing: its calls cost what torch.distributed costs."""
+    from bpsfast.torch.backend.base_group import NamedGroup
+
+    class Empty(NamedGroup):
+        def allreduce(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
+            """Do nothing; torch takes None for a call that is over."""
+
+    return Empty(rank, size, EMPTY)
 
 
 def _free_port() -> int:
