@@ -68,7 +68,8 @@ class DirectTensor:
 
 class DirectPush:
     def __init__(self, tensor: DirectTensor, like: object, is_array: bool, dtype: str, shape: tuple[int, ...],
-                 average: bool, priority: int | None, shared: tuple[int, int]) -> None: ...
+                 average: bool, priority: int | None, shared: tuple[int, int],
+                 locate: Callable[[int, int], object]) -> None: ...
     def push_pull(self, x: object, out: object, average: bool, priority: int | None) -> Any: ...
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -245,6 +245,8 @@ cdef class DirectPush:
     shared
         (first address, address after the last one) of the shared memory in which the first input lay; sums of inputs
         there go to arrays of this object. (0, 0): it lay elsewhere.
+    locate
+        ``locate(address, nbytes)`` returns None if no input lies in shared memory there: its sum goes to a new array.
 
     Raises
     ------
@@ -263,10 +265,12 @@ cdef class DirectPush:
     cdef uintptr_t shared_begin, shared_end
     cdef list results, views
     cdef int parity
+    cdef object locate, dimensions
 
     def __cinit__(self, DirectTensor tensor not None, like, bint is_array, str dtype, tuple shape, average, priority,
-                  tuple shared):
+                  tuple shared, locate):
         cdef int i
+        self.locate, self.dimensions = locate, shape
         self.tensor, self.kind, self.average, self.priority = tensor, type(like), average, priority
         self.shared_begin, self.shared_end = shared
         self.ndim = len(shape)
@@ -292,7 +296,7 @@ cdef class DirectPush:
         self.code = CODES[dtype]
 
     def push_pull(self, x, out, average, priority):
-        """Sum *x* into *out* (None: into an own array, if *x* lies in shared memory) and return that.
+        """Sum *x* into *out* (None: into an array of this object, or a new one) and return that.
 
         Returns None, and does nothing, if an argument is not like the first one. Raises as `DirectTensor.all_reduce`.
         """
@@ -347,7 +351,10 @@ cdef class DirectPush:
             return self._push(source.data, (<bps_array *><void *>out).data, out)
         if not (self.shared_begin <= <uintptr_t>source.data
                 and <uintptr_t>source.data + self.tensor.nbytes <= self.shared_end):
-            return None
+            if self.locate(<uintptr_t>source.data, self.tensor.nbytes) is not None:
+                return None
+            out = self.kind(self.dimensions, self.dtype)
+            return self._push(source.data, (<bps_array *><void *>out).data, out)
         own = self.parity ^ 1
         out = self.results[own]
         if self._push(source.data, (<bps_array *><void *>out).data, out) is None:

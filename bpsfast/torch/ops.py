@@ -138,6 +138,10 @@ def push_pull_group_sync_inplace(tensor: torch.Tensor, average: bool = True, nam
     return begun, next(calls) % size + 1
 
 
+#: Of calls that wait, whose priorities mean something else than those of `bpsfast.push_pull`.
+_direct_pushes: handle.DirectPushes = {}
+
+
 class _PushPull(torch.autograd.Function):
     """The sum is linear: its gradient is the sum (mean) of the ranks' gradients.
 
@@ -176,14 +180,18 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
     ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
+    is_plain = compression is Compression.none and learning_rate is None
+    known = _direct_pushes.get(name) if is_plain and isinstance(name, str) else None
+    if known is not None and type(tensor) is torch.Tensor and not tensor.requires_grad:
+        out = torch.empty_like(tensor)
+        if known.push_pull(tensor, out, average, priority) is not None:
+            return out
     compressor, choice = parted(compression)
     compressed, context = compressor.compress(tensor)
     summed = _PushPull.apply(compressed, average, name, priority, choice, learning_rate)
+    if is_plain and not tensor.requires_grad:
+        handle.note_direct(_direct_pushes, tensor, device_tensor_memory(tensor), name, average, priority)
     return compressor.decompress(summed, context)
-
-
-#: Of `push_pull_inplace`, whose priorities mean something else than those of `bpsfast.push_pull`.
-_direct_pushes: handle.DirectPushes = {}
 
 
 @direct.known_first_in_place(_direct_pushes)

@@ -323,7 +323,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     output, result = _destination(source, out)
     if output is not None:
         total = run(source, name, average, priority, output, result, compression, learning_rate)
-        if out is not None:
+        if compression is None and learning_rate is None:
             note_direct(_direct_pushes, x, source, name, average, priority)
         return total
     is_repeatable = name is not None and is_simple
@@ -378,7 +378,7 @@ def note_direct(pushes: DirectPushes, x: object, source: TensorInput, name: str 
     session.extension(_DirectPushesOfSession).add(pushes)
     try:
         made = direct.DirectPush(unit.direct, x, type(x) is np.ndarray, source.dtype, source.shape, average, priority,
-                                 shared)
+                                 shared, session.memory.locate)
     except (TypeError, ValueError):  # a type without an exchange table; or NumPy exports no buffer of that dtype
         return None
     pushes[name] = made

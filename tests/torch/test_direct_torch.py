@@ -75,6 +75,22 @@ def test_tensors_are_summed_out_of_place(ranks):
     assert set(ranks.run(out_of_place)) == {3}
 
 
+def new_tensors():
+    results = [bps.push_pull(torch.full((1000,), float(step)), False, "new") for step in range(5)]
+    assert all(each.eq(2 * step).all() for step, each in enumerate(results))
+    n_sums = process.current().tensors.unit("new").direct.n_sums
+    learned = torch.ones(1000, requires_grad=True)  # the short way has no gradient
+    bps.push_pull(learned, False, "new").sum().backward()
+    assert learned.grad.eq(2).all()
+    with pytest.raises(bpsfast.UnsupportedError, match=r"expected a torch\.Tensor"):
+        bps.push_pull([1.0], False, "new")
+    return n_sums
+
+
+def test_tensors_get_new_results(ranks):
+    assert set(ranks.run(new_tensors)) == {4}
+
+
 def deferred_beside_a_loss(path):
     """Rank 1 is gone when rank 0, with a push that was never joined, reduces: the error is torch's."""
     dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())

@@ -141,6 +141,23 @@ def test_arrays_of_shared_memory_are_summed_directly(ranks):
     assert set(ranks.run(segments)) == {7}
 
 
+def new_results():
+    """A private array without *out* gets a new array every time; one of shared memory a view, whatever came first."""
+    results = [bpsfast.push_pull(np.full(1000, step + bpsfast.rank(), np.float32), False, "new") for step in range(6)]
+    for step, each in enumerate(results):
+        assert each.flags.writeable and each.flags.owndata and (each == total_of(step)).all()
+    shared = bpsfast.empty((1000,), np.float32)
+    shared[:] = bpsfast.rank()
+    assert not bpsfast.push_pull(shared, False, "new").flags.writeable
+    assert bpsfast.push_pull(np.float32(bpsfast.rank()), False, "no dimension") == total_of(0)
+    assert bpsfast.push_pull(np.float32(bpsfast.rank()), False, "no dimension").shape == ()
+    return tensor("new").n_sums
+
+
+def test_private_arrays_get_new_results(ranks):
+    assert set(ranks.run(new_results)) == {6}
+
+
 def large_segments():
     """Large arrays of `empty` are summed in place by the node, unless the result is to go elsewhere."""
     x = bpsfast.empty((100_000,), np.float32)
