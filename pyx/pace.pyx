@@ -1,7 +1,7 @@
 # cython: language_level=3, binding=True
 """Pace: a limit of bytes per second that several native threads share (`pace.h`)."""
 cimport cython
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 
@@ -9,7 +9,8 @@ cdef extern from "pace.h" nogil:
     struct bps_pace:
         double ns_per_byte
         uint64_t piece_nbytes, next_ns, bytes, waited_ns
-    int bps_await_turn(bps_pace *, uint64_t, const uint32_t *)
+    uint64_t bps_pace_turn(bps_pace *, uint64_t, uint64_t)
+    uint64_t bps_now_ns()
 
 cdef extern from "lane.h" nogil:
     uint64_t bps_counted(const uint64_t *)
@@ -40,12 +41,10 @@ cdef class Pace:
         """Where the `bps_pace` lies."""
         return <uintptr_t>&self.pace
 
-    def await_turn(self, uint64_t nbytes):
-        """Wait for the turn of *nbytes*, without the GIL."""
-        cdef uint32_t closing = 0
-        with nogil:
-            bps_await_turn(&self.pace, nbytes, &closing)
+    def turn(self, uint64_t nbytes):
+        """Reserve the turn of *nbytes*; return when it begins, in nanoseconds of the monotonic clock."""
+        return bps_pace_turn(&self.pace, nbytes, bps_now_ns())
 
     def counters(self):
-        """Return the bytes that had a turn, and the nanoseconds that all threads together waited for theirs."""
+        """Return the bytes that had a turn, and the nanoseconds that all of these together were delayed."""
         return {"bytes": bps_counted(&self.pace.bytes), "waited_ns": bps_counted(&self.pace.waited_ns)}

@@ -19,7 +19,6 @@
 #include <string.h>
 
 #include "crypto.h"
-#include "sockets.h"
 
 #define BPS_SEAL_TAG 16u
 #define BPS_SEAL_KEY 32u
@@ -106,70 +105,4 @@ static inline int bps_seal_open(struct bps_seal *seal, const void *record, size_
 static inline uint64_t bps_seal_wire_nbytes(uint64_t header_nbytes, uint64_t nbytes)
 {
     return header_nbytes + nbytes + BPS_SEAL_TAG * (1 + (nbytes + BPS_SEAL_RECORD - 1) / BPS_SEAL_RECORD);
-}
-
-/* Seal header (of at most 64 bytes) and a payload of at most one record, both whole, into the staging memory, from where
- * they are to be sent next. How many bytes, or 0: the payload is longer, or cannot be sealed. */
-static inline size_t bps_seal_stage(struct bps_seal *seal, const void *header, size_t header_nbytes, const void *payload,
-                                    size_t nbytes)
-{
-    size_t used = header_nbytes + BPS_SEAL_TAG;
-    if (nbytes > BPS_SEAL_RECORD)
-        return 0;
-    int rc = bps_seal_close(seal, header, header_nbytes, seal->staging);
-    if (rc == 0 && nbytes != 0) {
-        rc = bps_seal_close(seal, payload, nbytes, seal->staging + used);
-        used += nbytes + BPS_SEAL_TAG;
-    }
-    return rc == 0 ? used : 0;
-}
-
-/* Send what is staged from `done` on: as much as the socket takes at once, or whole. As `bps_send_at_once` and
- * `bps_send_rest`. */
-static inline ssize_t bps_seal_send_at_once(const struct bps_seal *seal, int fd, size_t used)
-{
-    return send(fd, seal->staging, used, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-static inline int bps_seal_send_rest(const struct bps_seal *seal, int fd, size_t used, size_t done)
-{
-    struct iovec rest = {(void *)(seal->staging + done), used - done};
-    return bps_send_pieces(fd, &rest, 1);
-}
-
-/* Send header (of at most 64 bytes) and payload whole, sealed. 0 or an errno; ECANCELED once *closing is set. */
-static inline int bps_seal_send(struct bps_seal *seal, int fd, const void *header, size_t header_nbytes,
-                                const void *payload, size_t nbytes, struct bps_pace *pace, const uint32_t *closing)
-{
-    size_t piece = nbytes < BPS_SEAL_RECORD ? nbytes : BPS_SEAL_RECORD, done = piece;
-    size_t used = bps_seal_stage(seal, header, header_nbytes, payload, piece);
-    int rc = used != 0 ? bps_send_paced(fd, NULL, 0, seal->staging, used, pace, closing) : EIO;
-    for (; rc == 0 && done < nbytes; done += piece) {
-        piece = nbytes - done < BPS_SEAL_RECORD ? nbytes - done : BPS_SEAL_RECORD;
-        rc = bps_seal_close(seal, (const char *)payload + done, piece, seal->staging);
-        if (rc == 0)
-            rc = bps_send_paced(fd, NULL, 0, seal->staging, piece + BPS_SEAL_TAG, pace, closing);
-    }
-    return rc;
-}
-
-/* Receive one record of a plain text of nbytes, at most BPS_SEAL_RECORD. As `bps_receive_paced`; EBADMSG as
- * `bps_seal_open`. */
-static inline int bps_seal_receive(struct bps_seal *seal, int fd, void *plain, size_t nbytes, struct bps_pace *pace,
-                                   const uint32_t *closing)
-{
-    int rc = bps_receive_paced(fd, seal->staging, nbytes + BPS_SEAL_TAG, pace, closing);
-    return rc != 0 ? rc : bps_seal_open(seal, seal->staging, nbytes, plain);
-}
-
-/* Receive a payload whole. */
-static inline int bps_seal_receive_payload(struct bps_seal *seal, int fd, void *payload, size_t nbytes,
-                                           struct bps_pace *pace, const uint32_t *closing)
-{
-    int rc = 0;
-    for (size_t got = 0; rc == 0 && got < nbytes; got += BPS_SEAL_RECORD) {
-        size_t piece = nbytes - got < BPS_SEAL_RECORD ? nbytes - got : BPS_SEAL_RECORD;
-        rc = bps_seal_receive(seal, fd, (char *)payload + got, piece, pace, closing);
-    }
-    return rc;
 }

@@ -1,4 +1,4 @@
-/* Slots: where a peer may write over a stream, and how one of its writes is received.
+/* Slots: where a peer may write over a stream.
  *
  * The lock spans a look at a slot, not the payload: a thread that unbinds a slot knows that nothing is being received
  * into it. Rounds come one after another, also over a connection that replaces another: there a write is repeated if
@@ -7,11 +7,9 @@
  */
 #pragma once
 
-#include <string.h>
+#include <stdlib.h>
 
-#include "checked.h"
 #include "lane.h"
-#include "seal.h"
 #include "thread.h"
 #include "wire.h"
 
@@ -85,37 +83,4 @@ static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_h
     pthread_mutex_lock(&slots->lock);
     slots->items[header->slot].next_round = header->round + 1;
     pthread_mutex_unlock(&slots->lock);
-}
-
-/* Receive one write whole, into its slot: sealed, if there is a seal, else with checksums, if it `is_checked`. 0 with
- * its header, and when that had come; -1 at the orderly end of the connection; else an errno, EPROTO for what the peer
- * may not write, EBADMSG for what it has not sent like that. */
-static inline int bps_slots_receive(struct bps_slots *slots, int fd, struct bps_seal *seal, int is_checked,
-                                    struct bps_pace *pace, const uint32_t *closing, struct bps_header *header,
-                                    uint64_t *begin_ns)
-{
-    struct bps_slot slot;
-    uint32_t checksum = 0;
-    int rc = seal != NULL  ? bps_seal_receive(seal, fd, header, sizeof *header, NULL, closing)
-             : is_checked ? bps_checked_receive_header(fd, header, &checksum)
-                          : bps_receive_all(fd, header, sizeof *header);
-    if (rc != 0)
-        return rc;
-    *begin_ns = bps_now_ns();
-    if (!bps_slots_accept(slots, header, &slot))
-        return EPROTO;
-    if (header->nbytes == 0) {
-        bps_slots_arrived(slots, header);
-        return 0;
-    }
-    void *payload = (void *)slot.addresses[header->round & 1];
-    rc = seal != NULL  ? bps_seal_receive_payload(seal, fd, payload, header->nbytes, pace, closing)
-         : is_checked ? bps_checked_receive_payload(fd, checksum, payload, header->nbytes, pace, closing)
-                      : bps_receive_paced(fd, payload, header->nbytes, pace, closing);
-    if (rc != 0)
-        return rc < 0 ? ECONNRESET : rc; /* between header and payload there is no orderly end */
-    if (slot.framed && !bps_frame_is_whole(payload, header->nbytes))
-        return EPROTO;
-    bps_slots_arrived(slots, header);
-    return 0;
 }

@@ -2,14 +2,22 @@
 
 def crc32c(data: bytes | bytearray | memoryview, begun: int = ..., *, by_tables: bool = ...) -> int: ...
 
+BACKENDS: tuple[str, ...]
+
+class IoThreads:
+    n: int
+    def __init__(self, n: int, backend: str = ...) -> None: ...
+    def close(self) -> None: ...
+
 class Stream:
     peer: int
     handle: int
     post_address: int
-    def __init__(self, fd: int, *, peer: int, engine: int, arrived: int, notify: int, epoch: int, n_slots: int,
-                 send_buffer_nbytes: int = ..., trace_capacity: int = ..., trace_first_round: int = ...,
-                 trace_last_round: int = ..., pace_out: int = ..., pace_in: int = ..., seal_out: int = ...,
-                 seal_in: int = ..., checks: bool = ..., number: int = ..., keep: object = ...) -> None: ...
+    def __init__(self, fd: int, threads: IoThreads, *, peer: int, engine: int, arrived: int, notify: int, epoch: int,
+                 n_slots: int, send_buffer_nbytes: int = ..., unsent_nbytes: int = ..., trace_capacity: int = ...,
+                 trace_first_round: int = ..., trace_last_round: int = ..., pace_out: int = ..., pace_in: int = ...,
+                 seal_out: int = ..., seal_in: int = ..., checks: bool = ..., number: int = ...,
+                 keep: object = ...) -> None: ...
     def bind(self, slot: int, address_even: int, address_odd: int, nbytes: int, framed: bool = ...,
              next_round: int = ...) -> None: ...
     def next_round(self, slot: int) -> int: ...

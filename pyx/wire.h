@@ -12,7 +12,7 @@
  * A receiver checks every field against the slot it bound before it writes one byte of payload: the round is the next
  * one of the slot, the epoch that in which the connection was made, as its dialler said. Of a slot of frames, which
  * have a length of their own, it checks also that afterwards. With checksums (setting checksum) four bytes more follow
- * header and payload (`checked.h`), with seals sixteen (`seal.h`).
+ * header and payload (`write_out.h`), with seals sixteen (`seal.h`).
  */
 #pragma once
 

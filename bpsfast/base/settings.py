@@ -113,6 +113,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tcp_sndbuf_bytes: Annotated[int, _about(
         "kernel send buffer of a connection; 0: chosen by whether the peer is on this host",
         "bytes", ge=0, le=1 << 30)] = 0
+    io_threads: Annotated[int, _about(
+        "native threads that send and receive over TCP, for all peers together; 0: half of the cores, 4 to 8",
+        ge=0, le=64)] = 0
+    io_backend: Annotated[Literal["epoll", "io_uring"], _about(
+        "how these threads wait for sockets; io_uring needs Linux 6.1")] = "epoll"
     rdma_devices: Annotated[str, _about(
         "RDMA devices to use, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, ^mlx5_1; empty: the device on "
         "the route to the peer")] = ""

@@ -54,8 +54,8 @@ def test_a_hole_made_on_purpose_is_found(header, right, wrong, name, tmp_path):
     ("seal.h", "DecryptFinal_ex(seal->context, out + n, &rest) == 1",
      "DecryptFinal_ex(seal->context, out + n, &rest) >= 0", "sealed"),
     ("seal.h", "seal->n_records++;", "", "sealed"),
-    ("checked.h", "*checksum == bps_crc32c(0, header, sizeof *header, 0) ? 0 : EBADMSG", "0", "sealed"),
-    ("checked.h", "said == crc ? 0 : EBADMSG", "0", "sealed"),
+    ("write_in.h", "write->crc != bps_crc32c(0, &write->header, sizeof write->header, 0)", "0", "sealed"),
+    ("write_in.h", "write->tail != write->crc ? EBADMSG : ", "", "sealed"),
     ("slots.h", "header->round != slot->next_round", "0", "slots"),
 ], ids=["a seal whose tag nobody looks at", "a seal whose records have no number", "a header's checksum",
         "a payload's checksum", "a round"])

@@ -16,6 +16,7 @@ from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.trace import Limits
+from tests.support.streams import require_backend
 from tests.support.two_nodes import KEY, End, connect, declare, order_of
 
 SIZES = [1, 4095, 4096, 4097, (1 << 20) - 1]  # a partition each
@@ -35,10 +36,12 @@ def connected(settings: Settings) -> Iterator[list[End]]:
         end.close()
 
 
-@pytest.fixture(params=[("tcp", "off"), ("tcp", "on"), ("shm", "off")], ids=["tcp", "tcp, encrypted", "shm"])
+@pytest.fixture(params=[("tcp", "off", "epoll"), ("tcp", "on", "epoll"), ("tcp", "off", "io_uring"),
+                        ("shm", "off", "epoll")], ids=["tcp", "tcp, encrypted", "tcp by io_uring", "shm"])
 def ends(request):
-    kind, encryption = request.param
-    yield from connected(settings_for(kind, encryption=encryption))
+    kind, encryption, backend = request.param
+    require_backend(backend)
+    yield from connected(settings_for(kind, encryption=encryption, io_backend=backend))
 
 
 def push(end: End, part: int, round_: int, place: tuple[int, int, memoryview], data: bytes | None) -> None:

@@ -11,12 +11,13 @@ from hypothesis import given, strategies as st
 
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
-from bpsfast.pyx.tcp import crc32c
+from bpsfast.pyx.tcp import BACKENDS, crc32c
+from tests.support import streams
 from tests.support.streams import NBYTES, bound, events, header, mailbox, pair, receive, receiving, stream
 
 CHECKSUM_NBYTES = 4
 CHECKED_HEADER = 32 + CHECKSUM_NBYTES
-PIECE_NBYTES = 512 << 10  # checked.h
+PIECE_NBYTES = 512 << 10  # write_out.h
 BLOCK_NBYTES = 3 * 1024  # crc32c.h
 READ = bytes.fromhex("01c00000 00000000 00000000 00000000 14000000 00000400 00000014 00000018 28000000 00000000"
                      "02000000 00000000")
@@ -24,8 +25,14 @@ READ = bytes.fromhex("01c00000 00000000 00000000 00000000 14000000 00000400 0000
 either = pytest.mark.parametrize("by_tables", [False, True], ids=["by the instruction, if there is one", "by tables"])
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    streams.require_backend(request.param)
+    monkeypatch.setattr(streams, "default_backend", request.param)
+
+
 @pytest.fixture
-def engine():
+def engine(backend):
     with mailbox() as made:
         yield made
 

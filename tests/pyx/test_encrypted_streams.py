@@ -14,6 +14,8 @@ from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
+from bpsfast.pyx.tcp import BACKENDS
+from tests.support import streams
 from tests.support.streams import NBYTES, bound, events, header, mailbox, pair, receive, stream
 
 SECRET = bytes(range(32))
@@ -21,8 +23,14 @@ HEADER_NBYTES = 32
 SEALED_HEADER = HEADER_NBYTES + TAG_NBYTES
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    streams.require_backend(request.param)
+    monkeypatch.setattr(streams, "default_backend", request.param)
+
+
 @pytest.fixture
-def engine():
+def engine(backend):
     with mailbox() as made:
         yield made
 
@@ -155,7 +163,7 @@ def test_they_keep_to_their_pace_in_pieces_and_end_at_once_when_closed(engine, s
         del got
         assert out.counters()["bytes"] == wire_nbytes(nbytes)
         assert incoming.counters()["bytes"] == wire_nbytes(nbytes) - SEALED_HEADER
-        out.await_turn(100 * rate)
+        out.turn(100 * rate)
         sender.post(1, 2, 0, payload.ctypes.data, nbytes)
         begin = time.monotonic()
         sender.close()

@@ -44,8 +44,10 @@ def test_no_race_in(name: str, tmp_path: Path) -> None:
     ("direct.h", "bps_direct_publish(port, &channel->lines[port->me].reduced, number);\n    return BPS_DIRECT_DONE;\n}"
      "\n\n/* Copy the parts", "__atomic_store_n(&channel->lines[port->me].reduced, number, __ATOMIC_RELAXED);\n"
      "    return BPS_DIRECT_DONE;\n}\n\n/* Copy the parts", "direct"),
+    ("tcp_stream.h", "        pthread_mutex_lock(&stream->lock);\n        bps_stream_sent(stream);\n"
+     "        pthread_mutex_unlock(&stream->lock);\n", "        bps_stream_sent(stream);\n", "stream"),
 ], ids=["plain store", "relaxed store", "relaxed load", "plain count", "without the lock", "plain publication",
-        "relaxed publication"])
+        "relaxed publication", "a queue without its lock"])
 def test_a_race_made_on_purpose_is_found(header: str, right: str, wrong: str, name: str, tmp_path: Path) -> None:
     headers = sanitized.spoilt_headers(tmp_path, header, right, wrong)
     program = sanitized.race_program(name, tmp_path, "-Wno-error", headers=headers)

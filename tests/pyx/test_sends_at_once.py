@@ -12,15 +12,23 @@ import pytest
 
 from bpsfast.base.encryption import seals_of
 from bpsfast.pyx import engine as native
+from bpsfast.pyx.tcp import BACKENDS
+from tests.support import streams
 from tests.support.streams import events, mailbox, pair, stream
 
 SECRET = bytes(range(32))
-MOST_NBYTES = 1 << 16  # AT_ONCE_NBYTES of tcp.pyx
+MOST_NBYTES = 1 << 16  # BPS_AT_ONCE_NBYTES of tcp_stream.h
 kinds = pytest.mark.parametrize("kind", ["in the clear", "with checksums", "sealed"])
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    streams.require_backend(request.param)
+    monkeypatch.setattr(streams, "default_backend", request.param)
+
+
 @pytest.fixture
-def engine():
+def engine(backend):
     with mailbox() as made:
         yield made
 

@@ -1,4 +1,5 @@
 """Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
+import contextlib
 import errno
 import gc
 import os
@@ -13,13 +14,19 @@ import pytest
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import Stream
-from tests.support import threads
+from bpsfast.pyx.tcp import BACKENDS, IoThreads, Stream
+from tests.support import streams, threads
 from tests.support.streams import EPOCH, NBYTES, bound, events, header, mailbox, pair, receive, receiving, stream
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    streams.require_backend(request.param)
+    monkeypatch.setattr(streams, "default_backend", request.param)
+
+
 @pytest.fixture
-def engine():
+def engine(backend):
     with mailbox() as made:
         yield made
 
@@ -106,7 +113,7 @@ def test_streams_keep_to_their_pace_and_end_at_once_when_closed(engine, sockets)
         assert (got[1] == payload).all()
         del got
         assert out.counters()["bytes"] == nbytes + 32 and incoming.counters()["bytes"] == nbytes
-        out.await_turn(100 * rate)  # somebody else has the next minute and a half
+        out.turn(100 * rate)  # somebody else has the next minute and a half
         sender.post(1, 2, 0, payload.ctypes.data, nbytes)
         begin = time.monotonic()
         sender.close()
@@ -246,7 +253,7 @@ def test_our_own_close_is_no_loss_and_cuts_a_blocked_send(engine, sockets):
 def test_a_stream_that_cannot_be_made_leaves_the_descriptor_to_the_caller(engine, sockets, options, error):
     left, right = sockets
     with pytest.raises(error):
-        Stream(left.fileno(), peer=0, engine=engine.handle, arrived=engine.arrived_address,
+        Stream(left.fileno(), IoThreads(1), peer=0, engine=engine.handle, arrived=engine.arrived_address,
                notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
     gc.collect()
     left.sendall(b"still open")
@@ -262,16 +269,75 @@ def test_slots_out_of_range_are_refused(engine, sockets):
     made.close()
 
 
-def test_threads_and_descriptors_end_with_the_stream(engine, sockets):
+def test_threads_and_descriptors_end(engine, sockets):
     left, _ = sockets
     before, n_descriptors = threads.ids(), len(os.listdir("/proc/self/fd"))
-    made = stream(engine, left)
+    io_threads = IoThreads(3, streams.default_backend)
+    made = stream(engine, left, io_threads)
     made.start()
     fresh = threads.ids() - before
-    assert len(fresh) == 2
+    assert len(fresh) == 3
+    io_threads.close()
+    assert fresh <= threads.ids(), "a stream is open"
+    with pair() as (other, _), pytest.raises(ValueError, match="were closed"):
+        stream(engine, other, io_threads).start()
     made.close()
+    io_threads.close()
     assert len(os.listdir("/proc/self/fd")) == n_descriptors - 1
     threads.until_forgotten(fresh)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_a_few_threads_move_the_bytes_of_many_streams(engine, n_threads):
+    """All at once, in both directions, with payloads that fill the sockets and others that do not."""
+    n_streams, n_rounds, most = 12, 6, 1 << 20
+    io_threads = IoThreads(n_threads, streams.default_backend)
+    before = threads.ids()
+    with contextlib.ExitStack() as stack:
+        ends = [stream(engine, sock, io_threads, send_buffer_nbytes=1 << 16)
+                for _ in range(n_streams) for sock in stack.enter_context(pair())]
+        memory = np.zeros((len(ends), 2, most), np.uint8)
+        for part, end in enumerate(ends):
+            engine.add_member(part ^ 1, nbytes=most, n_elements=most, unit_offset=0, kernel=1, local=[0],
+                              owner=end.peer, partial=(0, 0, 0))
+            nbytes = most >> (part // 2 % 4 * 5)  # 1 MiB, 32 KiB, 1 KiB, 32 bytes
+            end.bind(part ^ 1, memory[part, 0].ctypes.data, memory[part, 1].ctypes.data, nbytes)
+            end.start()
+        for round_ in range(1, n_rounds + 1):
+            payload = np.full(most, round_, np.uint8)
+            for part, end in enumerate(ends):
+                end.post(part, round_, 0, payload.ctypes.data, most >> (part // 2 % 4 * 5))
+            found = events(engine, len(ends))
+            assert {event[0] for event in found} == {native.EVENT_DELIVERED}, found
+            for part, end in enumerate(ends):
+                while end.counters()["writes_received"] < round_:
+                    os.sched_yield()
+                nbytes = most >> (part // 2 % 4 * 5)
+                assert (memory[part, round_ % 2, :nbytes] == round_).all()
+                assert not memory[part, round_ % 2, nbytes:].any()
+        assert threads.ids() == before, "no thread more"
+        for end in ends:
+            end.close()
+    io_threads.close()
+
+
+def test_a_stream_whose_peer_takes_nothing_delays_no_other(engine):
+    io_threads = IoThreads(2, streams.default_backend)
+    with pair() as (stuck, silent), pair() as (left, right):
+        blocked = stream(engine, stuck, io_threads, send_buffer_nbytes=1 << 16)
+        sender, receiver = stream(engine, left, io_threads), stream(engine, right, io_threads)
+        payload = np.ones(32 << 20, np.uint8)
+        blocked.start()
+        blocked.post(1, 1, 0, payload.ctypes.data, payload.nbytes)
+        with bound(engine, sender, receiver, NBYTES) as got:
+            for round_ in range(1, 20):
+                sender.post(1, round_, 0, payload.ctypes.data, NBYTES)
+                assert events(engine, 1)[0][:2] == (native.EVENT_DELIVERED, sender.peer)
+            del got
+        assert blocked.counters()["writes_pending"] == 1
+        blocked.close()
+        silent.close()
+    io_threads.close()
 
 
 #: Nobody closes the stream, whose engine only the stream keeps; the collector finds both in a cycle.
@@ -281,7 +347,7 @@ from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import Stream
+from bpsfast.pyx.tcp import IoThreads, Stream
 for _ in range(20):
     board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
     ring.format_board(board)
@@ -289,8 +355,8 @@ for _ in range(20):
     engine = Engine(board, bell, n_threads=1)
     left, right = socket.socketpair()
     keep = [engine]
-    stream = Stream(left.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
-                    notify=engine.notify_address, epoch=1, n_slots=8, keep=keep)
+    stream = Stream(left.detach(), IoThreads(2), peer=engine.add_wire_peer(), engine=engine.handle,
+                    arrived=engine.arrived_address, notify=engine.notify_address, epoch=1, n_slots=8, keep=keep)
     stream.start()
     keep.append(stream)
     del engine, keep, stream, board, bell

@@ -7,17 +7,28 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from bpsfast.node.transport import tcp
 from bpsfast.orchestration import security
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import Stream
+from bpsfast.pyx.tcp import IoThreads, Stream
 
+#: By which the I/O threads of streams work that are given none (fixture `io_backend`).
+default_backend = "epoll"
 MAGIC = 0x31575042
 EPOCH = 5
 NBYTES = 1 << 16
+
+
+def require_backend(name: str) -> None:
+    """Skip the test where I/O threads cannot work by *name*."""
+    try:
+        IoThreads(1, name).close()
+    except OSError as exc:
+        pytest.skip(f"{name} is missing: {exc}")
 
 
 @contextlib.contextmanager
@@ -41,10 +52,14 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield left, right
 
 
-def stream(engine: Engine, sock: socket.socket, **options: int) -> Stream:
-    """Return a stream over *sock*, which becomes its own, of 64 slots; nothing is bound, and it is not started."""
-    return Stream(sock.detach(), peer=engine.add_wire_peer(), engine=engine.handle, arrived=engine.arrived_address,
-                  notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+def stream(engine: Engine, sock: socket.socket, io_threads: IoThreads | None = None, **options: int) -> Stream:
+    """Return a stream over *sock*, which becomes its own, of 64 slots; nothing is bound, and it is not started.
+
+    *io_threads*: its own two by default.
+    """
+    return Stream(sock.detach(), io_threads or IoThreads(2, default_backend), peer=engine.add_wire_peer(),
+                  engine=engine.handle, arrived=engine.arrived_address, notify=engine.notify_address, epoch=EPOCH,
+                  n_slots=64, keep=engine, **options)
 
 
 @contextlib.contextmanager

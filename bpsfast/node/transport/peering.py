@@ -20,6 +20,7 @@ from ...orchestration.errors import BpsError, ConfigError, StallError
 from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
+from ...pyx.tcp import IoThreads
 from . import rdma, shm, tcp
 from .links import WireLink
 from .rdma import handshake
@@ -180,6 +181,7 @@ class Peering:
         self._shm_endpoint = shm_endpoint
         self._rails = rails
         self._paces = tcp.pacing_of(settings, len(self._peers))
+        self._io_threads: IoThreads | None = None  # since the first tcp link
         self._n_nodes = 0 if is_late else len(nodes)  # at the start of the job
         self._notify = notify
         self._deadline = time.monotonic() + settings.start_timeout_s
@@ -321,8 +323,11 @@ class Peering:
                                   *(link for index, link in self.links.items() if index not in self._taken)]
             self._accepting.clear()
             self.links = {}
+            io_threads = self._io_threads
         for link in unused:
             link.close()
+        if io_threads is not None:
+            io_threads.close()
 
     # -- its threads --------------------------------------------------------------------------------------
 
@@ -418,6 +423,10 @@ class Peering:
         link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
         link.paces = self._paces
+        with self._lock:
+            if self._io_threads is None:
+                self._io_threads = tcp.io_threads_of(settings)
+            link.io_threads = self._io_threads
         for sock in link.sockets.values():
             tcp.end_when_silent(sock, settings.lease_s)
         return link

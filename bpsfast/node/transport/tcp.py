@@ -29,7 +29,7 @@ from ...pyx.dispatch import Dispatch
 from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
-from ...pyx.tcp import Stream
+from ...pyx.tcp import IoThreads, Stream
 from .links import WireLink
 
 log = logging.getLogger("bpsfast.node")
@@ -37,10 +37,13 @@ log = logging.getLogger("bpsfast.node")
 CONTEXT = "bpsfast data"
 #: How long a connection to the data port may take to authenticate.
 CHALLENGE_TIMEOUT_S = 5.0
-#: Send buffers small enough for the cache; urgent bytes wait behind their contents. Between machines they also have to
-#: cover the round trip.
+#: A send buffer small enough for the cache. Between machines it has to cover the round trip, which the kernel knows:
+#: there only what has not left is limited, because urgent bytes wait behind it.
 _LOCAL_BUFFER_NBYTES = 128 << 10
-_REMOTE_BUFFER_NBYTES = 512 << 10
+_REMOTE_UNSENT_NBYTES = 256 << 10
+#: The least and the most I/O threads by default: with two, streams to a peer on this host took a third longer; one
+#: moves tens of Gbit/s.
+_IO_THREADS = 4, 8
 #: The longest intervals that Linux allows (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
 _MOST_KEEPALIVE_S = 32_767
 #: The share of a link's bytes that is payload: without headers of Ethernet, IP and TCP (1448 of 1514) and without
@@ -136,10 +139,10 @@ _UNTRACED = Limits()
 class TcpLink(WireLink):
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on by default (0: all). *send_buffer_nbytes* 0: the size that
-    measured best. *number*: which of the pair's links this is; *awaited_there*: what the peer has not received over
-    earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the other connections have checksums.
-    *epoch*: that of the dialler.
+    *n_streams*: how many of them partitions take turns on by default (0: all). *io_threads*: what moves their bytes
+    (None: two threads of their own). *send_buffer_nbytes* 0: the size that measured best. *number*: which of the
+    pair's links this is; *awaited_there*: what the peer has not received over earlier ones. *seals*: keys of
+    encrypted connections. *checks*: writes over the other connections have checksums. *epoch*: that of the dialler.
     """
 
     index: int
@@ -151,6 +154,7 @@ class TcpLink(WireLink):
     n_slots: int = MAX_PARTS
     send_buffer_nbytes: int = 0
     limits: Limits = _UNTRACED
+    io_threads: IoThreads | None = None
     paces: TcpPacing | None = None
     checks: bool = False
     n_streams: int = 0
@@ -173,17 +177,19 @@ class TcpLink(WireLink):
             self.is_encrypted = True
 
     def start(self, engine: Engine, source: int, link_number: int = 0) -> None:
+        io_threads = self.io_threads or IoThreads(2)
         for number in sorted(self.sockets):
             sock = self.sockets[number]
-            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _REMOTE_BUFFER_NBYTES)
+            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else 0)
             pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
             seals = self.seals.pop(number, None)
             seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
             if self.paces:
                 self.paces.prepare(sock)
-            stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
+            stream = Stream(sock.fileno(), io_threads, peer=source, engine=engine.handle,
                             arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
                             n_slots=self.n_slots, send_buffer_nbytes=nbytes,
+                            unsent_nbytes=0 if nbytes else _REMOTE_UNSENT_NBYTES,
                             **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
                             seal_out=seal_out, seal_in=seal_in, checks=self.checks, number=link_number,
                             keep=(engine, self.paces, seals))
@@ -402,6 +408,20 @@ class TcpPacing:
         if self._rate_bytes < _MOST_PACING_RATE:
             with contextlib.suppress(OSError):  # it only smooths: the total is kept without it
                 sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(self._rate_bytes))
+
+
+def io_threads_of(settings: Settings) -> IoThreads:
+    """Return the threads that move the bytes of all tcp connections of a node.
+
+    Raises `ConfigError` if the kernel does not have, or does not allow, the `io_backend`.
+    """
+    least, most = _IO_THREADS
+    n_threads = settings.io_threads or min(most, max(least, len(os.sched_getaffinity(0)) // 2))
+    try:
+        return IoThreads(n_threads, settings.io_backend)
+    except OSError as exc:
+        raise ConfigError(f"io_backend={settings.io_backend}: {exc}; io_uring needs Linux 6.1 and must be allowed "
+                          "(sysctl kernel.io_uring_disabled, seccomp): use BPSFAST_IO_BACKEND=epoll") from exc
 
 
 def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:

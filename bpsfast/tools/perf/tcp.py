@@ -19,7 +19,7 @@ from ...orchestration.errors import PeerLostError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
 from ...pyx.pages import Segment
 from ...pyx.perf import Mailbox
-from ...pyx.tcp import Stream
+from ...pyx.tcp import IoThreads, Stream
 from .control import Control
 from .perf_plan import Plan
 
@@ -36,6 +36,7 @@ class TcpEnd:
     def __init__(self, plan: Plan, control: Control, key: bytes, is_server: bool, awake_s: float) -> None:
         self.plan, self._control, self._key, self._awake_s = plan, control, key, awake_s
         self._streams: list[Stream] = []
+        self._io_threads = IoThreads(2)
         self._mailbox = Mailbox()
         self._stride = -(-plan.largest_nbytes // _ALIGNMENT) * _ALIGNMENT
         self._memory = Segment(2 * self._stride, huge=False)
@@ -74,7 +75,7 @@ class TcpEnd:
             sock = self._accept(number) if self._listener else self._dial(peer["port"], number)
             sock.settimeout(None)
             try:
-                self._streams.append(Stream(sock.fileno(), peer=number, engine=self._mailbox.handle,
+                self._streams.append(Stream(sock.fileno(), self._io_threads, peer=number, engine=self._mailbox.handle,
                                             arrived=self._mailbox.arrived_address, notify=self._mailbox.notify_address,
                                             epoch=_EPOCH, n_slots=self._n_slots, keep=self._mailbox))
             except BaseException:
@@ -226,4 +227,5 @@ class TcpEnd:
             sock.close()
         for stream in self._streams:
             stream.close()
+        self._io_threads.close()
         self._memory.close()

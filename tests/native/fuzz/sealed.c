@@ -3,10 +3,9 @@
  * byte beyond is a report; what was not sealed must not arrive, and what arrives must be what was sealed. */
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "input.h"
-#include "slots.h"
+#include "portions.h"
 
 enum { EPOCH = 5, N_SLOTS = 6, MOST_WRITES = 16, MOST_PAYLOAD = 256 };
 
@@ -19,9 +18,9 @@ static struct bps_crypto crypto;
 
 struct receiver {
     struct bps_slots slots;
-    struct bps_seal *seal; /* NULL: with checksums */
+    struct bps_write_in write;
+    struct bps_protection how; /* a seal, or checksums */
     char *memory[N_SLOTS][2];
-    int ends[2];
 };
 
 static void begin(struct receiver *receiver, int is_checked)
@@ -34,9 +33,9 @@ static void begin(struct receiver *receiver, int is_checked)
     }
     is_loaded = 1;
     memset(receiver, 0, sizeof *receiver);
-    receiver->seal = is_checked ? NULL : bps_seal_make(&crypto, key, 0);
-    if ((receiver->seal == NULL && !is_checked) || bps_slots_init(&receiver->slots, N_SLOTS, EPOCH) != 0 ||
-        socketpair(AF_UNIX, SOCK_STREAM, 0, receiver->ends) != 0)
+    receiver->how.seal = is_checked ? NULL : bps_seal_make(&crypto, key, 0);
+    receiver->how.checks = is_checked;
+    if ((receiver->how.seal == NULL && !is_checked) || bps_slots_init(&receiver->slots, N_SLOTS, EPOCH) != 0)
         abort();
     for (uint32_t i = 0; i < N_SLOTS; i++) {
         for (int parity = 0; parity < 2 && sizes[i] != 0; parity++)
@@ -46,36 +45,28 @@ static void begin(struct receiver *receiver, int is_checked)
     }
 }
 
-static int receive(struct receiver *receiver, struct bps_pace *pace, struct bps_header *header)
+static int receive(struct receiver *receiver, struct portions *portions)
 {
-    uint32_t closing = 0;
-    uint64_t begin_ns;
-    return bps_slots_receive(&receiver->slots, receiver->ends[1], receiver->seal, receiver->seal == NULL, pace,
-                             &closing, header, &begin_ns);
+    return portions_receive(portions, &receiver->write, &receiver->how, &receiver->slots);
 }
 
 static void end(struct receiver *receiver)
 {
-    close(receiver->ends[0]);
-    close(receiver->ends[1]);
     for (uint32_t i = 0; i < N_SLOTS; i++)
         for (int parity = 0; parity < 2; parity++)
             free(receiver->memory[i][parity]);
     bps_slots_free(&receiver->slots);
-    bps_seal_free(receiver->seal);
+    bps_seal_free(receiver->how.seal);
 }
 
 /* Bytes that nobody has sealed. */
-static void nobody(const uint8_t *data, size_t nbytes, struct bps_pace *pace, int is_checked)
+static void nobody(const uint8_t *data, size_t nbytes, size_t most, int is_checked)
 {
     struct receiver receiver;
-    struct bps_header header;
+    struct portions portions = {data, nbytes, most};
     begin(&receiver, is_checked);
-    if (nbytes != 0 && send(receiver.ends[0], data, nbytes, 0) != (ssize_t)nbytes)
-        abort();
-    shutdown(receiver.ends[0], SHUT_WR);
-    int rc = receive(&receiver, pace, &header);
-    if (rc == 0 || (nbytes >= sizeof header + BPS_SEAL_TAG && rc != EBADMSG))
+    int rc = receive(&receiver, &portions);
+    if (rc == 0 || (nbytes >= sizeof(struct bps_header) + BPS_SEAL_TAG && rc != EBADMSG))
         abort();
     for (uint32_t i = 0; i < N_SLOTS; i++)
         if (bps_slots_next(&receiver.slots, i) != rounds[i])
@@ -100,10 +91,10 @@ static size_t seal(struct bps_seal *seals, uint32_t *crc, const void *plain, siz
 
 /* Writes whose headers are the input's, each sealed; one of the sealed bytes may be changed on the way, and the first
  * write may come again at the end. */
-static void a_peer(struct input *input, struct bps_pace *pace, int is_checked)
+static void a_peer(struct input *input, size_t most, int is_checked)
 {
     struct receiver receiver;
-    struct bps_header sent[MOST_WRITES], header;
+    struct bps_header sent[MOST_WRITES];
     static uint8_t payloads[MOST_WRITES][MOST_PAYLOAD], wire[MOST_WRITES * (MOST_PAYLOAD + 128)];
     size_t ends[MOST_WRITES], used = 0;
     int n = 0, n_arrived = 0, rc = 0;
@@ -133,10 +124,9 @@ static void a_peer(struct input *input, struct bps_pace *pace, int is_checked)
     }
     if (changed < used)
         wire[changed] ^= 1;
-    if (used != 0 && send(receiver.ends[0], wire, used, 0) != (ssize_t)used)
-        abort();
-    shutdown(receiver.ends[0], SHUT_WR);
-    while ((rc = receive(&receiver, pace, &header)) == 0) {
+    struct portions portions = {wire, used, most};
+    while ((rc = receive(&receiver, &portions)) == 0) {
+        struct bps_header header = receiver.write.header;
         if (n_arrived >= n || ends[n_arrived] > (changed < used ? changed : used) ||
             memcmp(&header, &sent[n_arrived], sizeof header) != 0 || header.slot >= N_SLOTS ||
             header.nbytes > sizes[header.slot])
@@ -147,7 +137,7 @@ static void a_peer(struct input *input, struct bps_pace *pace, int is_checked)
         n_arrived++;
     }
     size_t at = n_arrived ? ends[n_arrived - 1] : 0, tag = is_checked ? BPS_CHECKSUM_NBYTES : BPS_SEAL_TAG;
-    int is_damaged = n_arrived < n && changed >= at && changed < at + sizeof header + tag;
+    int is_damaged = n_arrived < n && changed >= at && changed < at + sizeof(struct bps_header) + tag;
     if ((is_damaged || (is_repeated && n_arrived == n && n != 0 && !is_checked)) && rc != EBADMSG)
         abort();
     bps_seal_free(seals);
@@ -156,14 +146,13 @@ static void a_peer(struct input *input, struct bps_pace *pace, int is_checked)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
 {
-    struct bps_pace pace = {.ns_per_byte = 0, .piece_nbytes = 7};
     struct input input = {data, nbytes};
     if (nbytes > 2048)
         return -1;
     uint8_t kind = input_byte(&input);
     if (kind & 1)
-        nobody(nbytes ? data + 1 : data, nbytes ? nbytes - 1 : 0, kind & 2 ? &pace : NULL, kind & 4);
+        nobody(nbytes ? data + 1 : data, nbytes ? nbytes - 1 : 0, kind & 2 ? 7 : 5000, kind & 4);
     else
-        a_peer(&input, kind & 2 ? &pace : NULL, kind & 4);
+        a_peer(&input, kind & 2 ? 7 : 5000, kind & 4);
     return 0;
 }
