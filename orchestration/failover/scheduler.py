@@ -12,6 +12,7 @@ import errno
 import logging
 import secrets
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -252,14 +253,20 @@ class Scheduler:
         self._send(self._state.unreadable(time.monotonic(), sender, reason, has_ranks))
 
     def _send(self, outgoing: m.Outgoing) -> None:
-        """Send in order; report closed connections to the job, and send what follows."""
-        pending = list(outgoing)
+        """Send in order; report closed connections to the job, and send what follows.
+
+        A message to many nodes is encoded once, and their queues share its bytes.
+        """
+        pending = deque(outgoing)
+        last, frame = None, zmq.Frame()
         while pending:
-            destination, message = pending.pop(0)
+            destination, message = pending.popleft()
+            if message is not last:
+                last, frame = message, zmq.Frame(m.encode(message), copy=True)
             try:
-                self._router.send_multipart([destination, m.encode(message)], zmq.NOBLOCK)
+                self._router.send_multipart([destination, frame], zmq.NOBLOCK, copy=False)
                 self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self.aborted is not None
             except zmq.ZMQError as exc:
                 if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
-                pending += self._state.unreachable(time.monotonic(), destination)
+                pending.extend(self._state.unreachable(time.monotonic(), destination))

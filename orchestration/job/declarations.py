@@ -42,6 +42,10 @@ class _Bundle:
     by_rank: dict[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
     taken: bool = False
 
+    def is_declared_as(self, members: tuple[TensorSpec, ...]) -> bool:
+        """Return whether a rank has declared exactly *members*, which are valid then."""
+        return next(iter(self.by_rank.values()), None) == members
+
 
 class Declarations:
     """What each of *size* ranks has declared, by name."""
@@ -86,6 +90,10 @@ class Declarations:
         return failures
 
     def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> FailedNames | None:
+        bundle = self._bundles.get(key)
+        if bundle is not None and rank in (members[0].ranks or range(self._size)) and bundle.is_declared_as(members):
+            self._note(rank, key, bundle, members)  # with 8,192 ranks, nearly every declaration: no check anew
+            return None
         names = tuple(spec.name for spec in members)
         if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
             return None
@@ -95,13 +103,15 @@ class Declarations:
         error = _invalid(members, self._size) or self._foreign(rank, members) or self._contradiction(rank, key, members)
         if error is not None:
             return self._fail(rank, key, names, error)
-        bundle = self._bundles.setdefault(key, _Bundle(names))
-        bundle.by_rank.setdefault(rank, members)
-        if len(bundle.by_rank) == (len(members[0].ranks) or self._size) and not bundle.taken:
-            self._complete.append(key)
+        self._note(rank, key, self._bundles.setdefault(key, _Bundle(names)), members)
         for name in names:
             self._key_of[name] = key
         return None
+
+    def _note(self, rank: int, key: tuple[str, str], bundle: _Bundle, members: tuple[TensorSpec, ...]) -> None:
+        bundle.by_rank.setdefault(rank, members)
+        if len(bundle.by_rank) == (len(members[0].ranks) or self._size) and not bundle.taken:
+            self._complete.append(key)
 
     def _foreign(self, rank: int, members: tuple[TensorSpec, ...]) -> BpsError | None:
         """Return the error if *rank* declares a tensor of other ranks only."""

@@ -134,6 +134,29 @@ def test_a_job_from_join_to_finish(start):
         node.membership.tick(time.monotonic() + 100)
 
 
+def test_what_goes_to_all_nodes_is_encoded_once(start, monkeypatch):
+    """A plan of 16,000 tensors for 512 nodes took 6 s and 2 GB."""
+    encoded, encode = [], m.encode
+
+    def counted(message):
+        encoded.append(type(message))
+        return encode(message)
+
+    monkeypatch.setattr(m, "encode", counted)
+    scheduler, _ = start(num_helpers=3, lease_s=20.0)
+    nodes = [start.node(scheduler.port) for _ in range(5)]
+    for host, node, n_ranks in zip("abcde", nodes, (1, 1, 0, 0, 0)):
+        node.send(join(host, n_ranks))
+    welcomes = [node.wait(m.Welcome) for node in nodes]
+    tensors = tuple(TensorSpec(name=f"{i:0100}", dtype="int8", shape=(5,)) for i in range(2000))
+    for node, welcome in zip(nodes, welcomes):
+        for rank in welcome.nodes[welcome.index].ranks:
+            node.send(m.Declare(rank=rank, tensors=tensors))
+    plans = [node.wait(m.Plan) for node in nodes]
+    assert all(plan == plans[0] for plan in plans) and len(plans[0].units) == len(tensors)
+    assert encoded.count(m.Plan) == 1
+
+
 def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     """One hangs up before the last rank leaves; the scheduler goes on until it has heard, and then not for long."""
     scheduler, exit_code = start(num_nodes=2, lease_s=LIMIT_S)
