@@ -9,6 +9,7 @@
 
 #include "io_thread.h"
 
+#define BPS_SYS_EPOLL_PWAIT2 441 /* of every architecture; older headers do not name it */
 #define BPS_EPOLL_BLOCKS_US 5000 /* a flow that is started on the thread meanwhile waits so long */
 
 static inline int bps_epoll_of(const struct bps_io_thread *thread) { return (int)(intptr_t)thread->own - 1; }
@@ -75,7 +76,7 @@ static int bps_epoll_run(struct bps_io_thread *thread, struct bps_flow *flow, ui
         /* Fewer bytes than were asked for: there were no more. But no further edge tells of an end that has come already. */
         if (!flow->sends && n > 0 && (size_t)n < bps_epoll_nbytes(&message) && !flow->is_ending)
             flow->is_ready = 0;
-        moved += n > 0 ? (size_t)n : 0;
+        moved += BPS_IO_CALL + (n > 0 ? (size_t)n : 0);
         if (!flow->moved(flow, n < 0 ? -errno : n)) {
             bps_epoll_unwatch(thread, flow);
             flow->is_over = 1;
@@ -84,20 +85,19 @@ static int bps_epoll_run(struct bps_io_thread *thread, struct bps_flow *flow, ui
     return 0;
 }
 
-/* Wait for events. Kernels before 5.11 round the time up to milliseconds. */
+/* Wait for events. Kernels before 5.11, and containers that forbid what they do not know, round up to milliseconds. */
 static inline int bps_epoll_events(int fd, struct epoll_event *events, uint64_t until_ns)
 {
-    uint64_t now_ns = bps_now_ns(), left_ns = until_ns > now_ns ? until_ns - now_ns : 0;
-#ifdef SYS_epoll_pwait2
     static int is_missing;
+    uint64_t now_ns = bps_now_ns(), left_ns = until_ns > now_ns ? until_ns - now_ns : 0;
     struct timespec left = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
     if (!__atomic_load_n(&is_missing, __ATOMIC_RELAXED)) {
-        long n = syscall(SYS_epoll_pwait2, fd, events, BPS_IO_EVENTS, until_ns == BPS_IO_NEVER ? NULL : &left, NULL, 0);
-        if (n >= 0 || errno != ENOSYS)
+        long n = syscall(BPS_SYS_EPOLL_PWAIT2, fd, events, BPS_IO_EVENTS, until_ns == BPS_IO_NEVER ? NULL : &left, NULL,
+                         (size_t)0);
+        if (n >= 0 || errno == EINTR)
             return (int)n;
         __atomic_store_n(&is_missing, 1, __ATOMIC_RELAXED);
     }
-#endif
     uint64_t left_ms = (left_ns + 999999u) / 1000000u;
     return epoll_wait(fd, events, BPS_IO_EVENTS, until_ns == BPS_IO_NEVER ? -1 : left_ms < 60000 ? (int)left_ms : 60000);
 }
@@ -122,4 +122,4 @@ static void bps_epoll_wait(struct bps_io_thread *thread, uint64_t until_ns)
 }
 
 static const struct bps_io_backend bps_io_by_epoll __attribute__((unused)) = {
-    bps_epoll_open, bps_epoll_close, bps_epoll_watch, bps_epoll_unwatch, bps_epoll_run, bps_epoll_wait};
+    bps_epoll_open, NULL, bps_epoll_close, bps_epoll_watch, bps_epoll_unwatch, bps_epoll_run, bps_epoll_wait};

@@ -22,6 +22,7 @@
 #include "thread.h"
 
 #define BPS_IO_TURN ((size_t)1 << 20)
+#define BPS_IO_CALL ((size_t)4 << 10) /* a call counts as so many bytes, besides those that it moves */
 #define BPS_IO_SCRATCH ((size_t)8 << 10) /* a small write comes with its header in one call */
 #define BPS_IO_EVENTS 64
 #define BPS_IO_NEVER UINT64_MAX
@@ -56,9 +57,10 @@ struct bps_flow {
     char *scratch;
 };
 
-/* How a thread learns that sockets can go on. `watch` is called by any thread, the others by the thread itself. */
+/* How a thread learns that sockets can go on. `run`, `wait` and `unwatch` are called by the thread itself. */
 struct bps_io_backend {
     int (*open)(struct bps_io_thread *thread); /* 0 or an errno */
+    int (*begin)(struct bps_io_thread *thread); /* likewise, called by the thread itself; may be NULL */
     void (*close)(struct bps_io_thread *thread);
     int (*watch)(struct bps_io_thread *thread, struct bps_flow *flow); /* 0 or an errno */
     void (*unwatch)(struct bps_io_thread *thread, struct bps_flow *flow);
@@ -72,6 +74,7 @@ struct bps_io_thread {
     const struct bps_io_backend *backend;
     void *own; /* of the backend */
     pthread_t id;
+    uint32_t begun; /* 1: it runs; 1 + errno: its backend does not work */
     pthread_mutex_t lock;
     struct bps_flow *first, *last; /* that were rung, in this order */
     int is_asleep, is_closing;
@@ -285,10 +288,27 @@ static inline void bps_io_answer(struct bps_io_thread *thread)
         ;
 }
 
+/* Queue the flows that are due: others may be rung again and again. */
+static inline void bps_io_queue_due(struct bps_io_thread *thread)
+{
+    pthread_mutex_lock(&thread->lock);
+    uint64_t now_ns = thread->n_timed != 0 ? bps_now_ns() : 0;
+    while (thread->n_timed != 0 && thread->timed[0]->due_ns <= now_ns) {
+        struct bps_flow *flow = thread->timed[0];
+        bps_io_time(thread, flow, BPS_IO_NEVER);
+        bps_io_queue(thread, flow);
+    }
+    pthread_mutex_unlock(&thread->lock);
+}
+
 static void *bps_io_run(void *argument)
 {
     struct bps_io_thread *thread = (struct bps_io_thread *)argument;
     int is_closing = 0, n_since = 0;
+    bps_store(&thread->begun, 1u + (uint32_t)(thread->backend->begin != NULL ? thread->backend->begin(thread) : 0));
+    bps_wake(&thread->begun, 1);
+    if (thread->begun != 1)
+        return NULL;
     for (;;) {
         uint64_t until_ns;
         struct bps_flow *flow = bps_io_pick(thread, &until_ns, &is_closing);
@@ -304,6 +324,7 @@ static void *bps_io_run(void *argument)
         /* Not after each flow: a look at all sockets costs as much as a small write. */
         if (flow == NULL || n_since >= BPS_IO_EVENTS) {
             thread->backend->wait(thread, flow == NULL ? until_ns : 0);
+            bps_io_queue_due(thread);
             n_since = 0;
         }
     }
@@ -321,8 +342,14 @@ static inline int bps_io_open(struct bps_io_thread *thread, const struct bps_io_
     if (rc == 0) {
         pthread_mutex_init(&thread->lock, NULL);
         rc = bps_start_thread(&thread->id, bps_io_run, thread);
-        if (rc == 0)
+        while (rc == 0 && bps_load(&thread->begun) == 0)
+            bps_wait(&thread->begun, 0, 1000000000u);
+        if (rc == 0 && thread->begun == 1)
             return 0;
+        if (rc == 0) {
+            pthread_join(thread->id, NULL);
+            rc = (int)thread->begun - 1;
+        }
         pthread_mutex_destroy(&thread->lock);
         backend->close(thread);
     }

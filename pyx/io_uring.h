@@ -11,8 +11,13 @@
 #include "io_thread.h"
 
 #define BPS_URING_ENTRIES 256u
+#define BPS_URING_COMPLETIONS 4096u /* one for each flow of a thread, and the bell: with more the kernel allocates */
 #define BPS_URING_BELL 1u /* user_data of the read of the bell; else it is a flow's address */
 
+#define BPS_SYS_URING_SETUP 425 /* of every architecture; older headers do not name them */
+#define BPS_SYS_URING_ENTER 426
+#define BPS_SYS_URING_REGISTER 427
+#define BPS_URING_SETUP_CQSIZE (1u << 3)
 #define BPS_URING_SETUP_R_DISABLED (1u << 6)
 #define BPS_URING_SETUP_SINGLE_ISSUER (1u << 12)
 #define BPS_URING_SETUP_DEFER_TASKRUN (1u << 13)
@@ -59,7 +64,7 @@ _Static_assert(sizeof(struct bps_uring_sqe) == 64 && sizeof(struct bps_uring_cqe
 _Static_assert(sizeof(struct bps_uring_params) == 120 && sizeof(struct bps_uring_wait) == 24, "the kernel's arguments");
 
 struct bps_uring {
-    int fd, is_enabled;
+    int fd;
     char *sq, *cq;
     size_t sq_nbytes, cq_nbytes, sqes_nbytes;
     uint32_t *sq_tail, *sq_head, *sq_array, *cq_head, *cq_tail;
@@ -93,12 +98,13 @@ static inline char *bps_uring_map(const struct bps_uring *uring, size_t nbytes, 
 
 static int bps_uring_open(struct bps_io_thread *thread)
 {
-    struct bps_uring_params made = {
-        .flags = BPS_URING_SETUP_R_DISABLED | BPS_URING_SETUP_SINGLE_ISSUER | BPS_URING_SETUP_DEFER_TASKRUN};
+    struct bps_uring_params made = {.flags = BPS_URING_SETUP_CQSIZE | BPS_URING_SETUP_R_DISABLED
+                                             | BPS_URING_SETUP_SINGLE_ISSUER | BPS_URING_SETUP_DEFER_TASKRUN,
+                                    .cq_entries = BPS_URING_COMPLETIONS};
     struct bps_uring *uring = (struct bps_uring *)calloc(1, sizeof *uring);
     if (uring == NULL)
         return ENOMEM;
-    uring->fd = (int)syscall(SYS_io_uring_setup, BPS_URING_ENTRIES, &made);
+    uring->fd = (int)syscall(BPS_SYS_URING_SETUP, BPS_URING_ENTRIES, &made);
     if (uring->fd < 0) {
         int rc = errno;
         free(uring);
@@ -136,7 +142,7 @@ static inline void bps_uring_enter(struct bps_uring *uring, uint32_t n_wanted, u
     uint64_t left_ns = until_ns > now_ns ? until_ns - now_ns : 0;
     int64_t left[2] = {(int64_t)(left_ns / 1000000000u), (int64_t)(left_ns % 1000000000u)};
     struct bps_uring_wait wait = {.timeout = until_ns == BPS_IO_NEVER ? 0 : (uint64_t)(uintptr_t)left};
-    syscall(SYS_io_uring_enter, uring->fd, uring->tail - bps_load(uring->sq_head), n_wanted,
+    syscall(BPS_SYS_URING_ENTER, uring->fd, uring->tail - bps_load(uring->sq_head), n_wanted,
             BPS_URING_ENTER_GETEVENTS | BPS_URING_ENTER_EXT_ARG, &wait, sizeof wait);
 }
 
@@ -157,6 +163,15 @@ static inline void bps_uring_hear(struct bps_io_thread *thread)
     struct bps_uring_sqe sqe = {.opcode = BPS_URING_READ, .fd = thread->bell, .addr = (uint64_t)(uintptr_t)&uring->rings,
                                 .len = sizeof uring->rings, .user_data = BPS_URING_BELL};
     bps_uring_ask(uring, &sqe);
+}
+
+/* Only the thread that submits may enable the queues. */
+static int bps_uring_begin(struct bps_io_thread *thread)
+{
+    if (syscall(BPS_SYS_URING_REGISTER, bps_uring_of(thread)->fd, BPS_URING_REGISTER_ENABLE, NULL, 0) != 0)
+        return errno;
+    bps_uring_hear(thread);
+    return 0;
 }
 
 static int bps_uring_watch(struct bps_io_thread *thread, struct bps_flow *flow)
@@ -194,13 +209,11 @@ static int bps_uring_run(struct bps_io_thread *thread, struct bps_flow *flow, ui
 static void bps_uring_wait(struct bps_io_thread *thread, uint64_t until_ns)
 {
     struct bps_uring *uring = bps_uring_of(thread);
-    if (!uring->is_enabled) { /* by the thread that submits */
-        syscall(SYS_io_uring_register, uring->fd, BPS_URING_REGISTER_ENABLE, NULL, 0);
-        uring->is_enabled = 1;
-        bps_uring_hear(thread);
-    }
     uint32_t head = *uring->cq_head;
     bps_uring_enter(uring, until_ns != 0 && head == bps_load(uring->cq_tail), until_ns);
+    pthread_mutex_lock(&thread->lock);
+    thread->is_asleep = 0; /* before flows are rung below */
+    pthread_mutex_unlock(&thread->lock);
     for (uint32_t end = bps_load(uring->cq_tail); head != end; head++) {
         struct bps_uring_cqe cqe = uring->cqes[head & uring->cq_mask];
         bps_store(uring->cq_head, head + 1);
@@ -214,10 +227,7 @@ static void bps_uring_wait(struct bps_io_thread *thread, uint64_t until_ns)
             flow->is_over = 1;
         bps_flow_ring(flow);
     }
-    pthread_mutex_lock(&thread->lock);
-    thread->is_asleep = 0;
-    pthread_mutex_unlock(&thread->lock);
 }
 
 static const struct bps_io_backend bps_io_by_uring __attribute__((unused)) = {
-    bps_uring_open, bps_uring_close, bps_uring_watch, bps_uring_unwatch, bps_uring_run, bps_uring_wait};
+    bps_uring_open, bps_uring_begin, bps_uring_close, bps_uring_watch, bps_uring_unwatch, bps_uring_run, bps_uring_wait};

@@ -138,9 +138,10 @@ cdef class IoThreads:
     cdef void _end(self):
         while self.n:
             self.n -= 1
+            thread = self.threads[self.n]  # another call may go on with the next one while this one has no GIL
             with nogil:
-                bps_io_close(self.threads[self.n])
-            free(self.threads[self.n])
+                bps_io_close(thread)
+            free(thread)
 
     def __dealloc__(self):
         self._end()
@@ -170,6 +171,7 @@ cdef class Stream:
     cdef bps_stream *stream
     cdef IoThreads threads
     cdef object keep
+    cdef bint is_begun, is_closed
 
     def __cinit__(self, int fd, IoThreads threads not None, *, uint32_t peer, uintptr_t engine, uintptr_t arrived,
                   uintptr_t notify, uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, int unsent_nbytes=0,
@@ -208,7 +210,7 @@ cdef class Stream:
         return <uintptr_t>&bps_stream_post
 
     cdef bps_stream *_open(self) except NULL:
-        if self.stream.out.fd < 0:
+        if self.is_closed or self.stream.out.fd < 0:
             raise ValueError(f"the stream to source {self.stream.peer} is closed")
         return self.stream
 
@@ -238,13 +240,14 @@ cdef class Stream:
         return bps_slots_next(&self.stream.slots, slot)
 
     def start(self):
-        """Send and receive from now on. Raises `OSError` if the kernel cannot watch the socket."""
+        """Send and receive from now on. Raises `OSError` if the kernel cannot watch the socket; then it is cut off."""
         cdef bps_stream *stream = self._open()
         cdef bps_io_thread *out
         cdef bps_io_thread *in_
-        if stream.is_started:
+        if self.is_begun:
             raise ValueError("a stream is started once")
         self.threads._choose(&out, &in_)
+        self.is_begun = True
         self.threads.n_open += 1  # first: without the GIL another thread may close the last one that was open
         with nogil:
             rc = bps_stream_start(stream, out, in_)
@@ -284,8 +287,9 @@ cdef class Stream:
 
     def close(self):
         """Cut the connection and close the socket. Idempotent; undelivered writes are dropped."""
-        if self.stream.out.fd < 0:
+        if self.is_closed or self.stream.out.fd < 0:
             return
+        self.is_closed = True  # under the GIL: only one caller goes on
         with nogil:
             bps_stream_close(self.stream)
         if self.stream.is_started:

@@ -356,7 +356,7 @@ static inline int bps_stream_init(struct bps_stream *stream, uint32_t n_slots, u
     return stream->queue == NULL || lacks_slots ? ENOMEM : 0;
 }
 
-/* Move bytes from now on, those of each direction by a thread. 0 or an errno; then none are moved. */
+/* Move bytes from now on, those of each direction by a thread. Once. 0 or an errno; then the connection is cut. */
 static inline int bps_stream_start(struct bps_stream *stream, struct bps_io_thread *out, struct bps_io_thread *in)
 {
     int copied = out == in ? fcntl(stream->out.fd, F_DUPFD_CLOEXEC, 0) : -1; /* epoll watches a descriptor once */
@@ -364,10 +364,10 @@ static inline int bps_stream_start(struct bps_stream *stream, struct bps_io_thre
         return errno;
     stream->in.fd = copied >= 0 ? copied : stream->out.fd;
     int rc = bps_flow_start(&stream->out, out);
-    if (rc != 0)
-        return rc;
-    rc = bps_flow_start(&stream->in, in);
-    if (rc != 0) {
+    if (rc == 0)
+        rc = bps_flow_start(&stream->in, in);
+    if (rc != 0) { /* it can only be closed now */
+        shutdown(stream->out.fd, SHUT_RDWR);
         bps_flow_stop(&stream->out);
         return rc;
     }

@@ -44,8 +44,9 @@ static inline size_t bps_write_in_want(struct bps_write_in *write, const struct 
         return BPS_CHECKSUM_NBYTES - write->filled;
     if (how->seal != NULL)
         return bps_write_in_record(write) + BPS_SEAL_TAG - write->filled;
+    uint64_t left = write->header.nbytes - write->got;
     *at = (char *)(uintptr_t)write->slot.addresses[write->header.round & 1] + write->got;
-    return (size_t)(write->header.nbytes - write->got);
+    return how->checks && left > BPS_CHECKED_STRETCH ? BPS_CHECKED_STRETCH : (size_t)left;
 }
 
 /* The payload is whole. */
@@ -96,7 +97,7 @@ static inline int bps_write_in_got(struct bps_write_in *write, const struct bps_
         write->got += n;
         if (how->checks)
             write->crc = bps_crc32c(write->crc, at, n, 0);
-        if (n < wanted)
+        if (write->got < write->header.nbytes)
             return BPS_WRITE_IN_GOES_ON;
         if (!how->checks)
             return bps_write_in_end(write, slots);

@@ -14,7 +14,7 @@ import pytest
 
 import bpsfast
 from bpsfast.launch.namespaces import Cluster
-from bpsfast.node.transport import nic_probe
+from bpsfast.node.transport import nic_probe, tcp
 from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.messages import NodeInfo
 
@@ -138,3 +138,14 @@ def test_a_job_plans_by_what_it_has_measured(job, capfd):
     started.close()
     said = capfd.readouterr().err
     assert "rate not known" in said and "a step of M bytes takes at least" in said and "ms/GB" in said
+
+
+def test_the_kernel_chooses_the_send_buffer_again_that_the_probe_has_set():
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        try:
+            assert sock.getsockopt(socket.SOL_SOCKET, tcp._SO_BUF_LOCK) == 1
+        except OSError:
+            assert tcp._let_kernel_choose(sock) == tcp._FIXED_BUFFER_NBYTES
+        else:
+            assert tcp._let_kernel_choose(sock) == 0 == sock.getsockopt(socket.SOL_SOCKET, tcp._SO_BUF_LOCK)

@@ -1,7 +1,9 @@
 """One contract for every transport: whole payloads, in order, from whom we trust, and ends that are noticed."""
 from __future__ import annotations
 
+import os
 import random
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from bpsfast.base.settings import Settings
 from bpsfast.kernels.codecs import codec_reference
 from bpsfast.node import transport
+from bpsfast.node.transport import tcp
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
@@ -349,3 +352,13 @@ def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="BYTEPS_ENABLE_IPC=0"):
         transport.check(Settings(transport="shm", allow_shm=False))
     assert transport.shm_objection(Settings(allow_shm=False)) == "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
+
+
+def test_io_threads_that_cannot_be_made_are_an_error_in_words():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"8 I/O threads cannot be started: .*ulimit -n"):
+            tcp.io_threads_of(Settings(io_threads=8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -181,7 +181,7 @@ class Peering:
         self._shm_endpoint = shm_endpoint
         self._rails = rails
         self._paces = tcp.pacing_of(settings, len(self._peers))
-        self._io_threads: IoThreads | None = None  # since the first tcp link
+        self._io_threads: IoThreads | None = None  # once there are peers
         self._n_nodes = 0 if is_late else len(nodes)  # at the start of the job
         self._notify = notify
         self._deadline = time.monotonic() + settings.start_timeout_s
@@ -205,7 +205,9 @@ class Peering:
                                             self._begin, notify)
 
     def start(self) -> None:
-        """Start to connect; this ends within start_timeout_s."""
+        """Start to connect; this ends within start_timeout_s. Raises `ConfigError` if I/O threads cannot be made."""
+        if self._peers:
+            self._io_threads = tcp.io_threads_of(self._settings)
         self._port.start()
         self._begin(self._dial_all)
         self._begin(self._await_all)
@@ -227,7 +229,12 @@ class Peering:
         return "; with checksums" if link.kind == "tcp" and self._checks else ""
 
     def expect(self, peer: NodeInfo) -> None:
-        """Accept *peer*, which joins the running job, from now on; `links` contains it once it is connected."""
+        """Accept *peer*, which joins the running job, from now on; `links` contains it once it is connected.
+
+        Raises `ConfigError` as `start`.
+        """
+        if self._io_threads is None:
+            self._io_threads = tcp.io_threads_of(self._settings)
         with self._lock:
             self._deadline = time.monotonic() + self._settings.start_timeout_s
             self._peers[peer.index] = peer
@@ -323,11 +330,10 @@ class Peering:
                                   *(link for index, link in self.links.items() if index not in self._taken)]
             self._accepting.clear()
             self.links = {}
-            io_threads = self._io_threads
         for link in unused:
             link.close()
-        if io_threads is not None:
-            io_threads.close()
+        if self._io_threads is not None:
+            self._io_threads.close()
 
     # -- its threads --------------------------------------------------------------------------------------
 
@@ -422,11 +428,7 @@ class Peering:
         link.send_buffer_nbytes = settings.tcp_sndbuf_bytes
         link.n_streams = settings.tcp_streams
         link.limits = limits(settings)
-        link.paces = self._paces
-        with self._lock:
-            if self._io_threads is None:
-                self._io_threads = tcp.io_threads_of(settings)
-            link.io_threads = self._io_threads
+        link.paces, link.io_threads = self._paces, self._io_threads
         for sock in link.sockets.values():
             tcp.end_when_silent(sock, settings.lease_s)
         return link

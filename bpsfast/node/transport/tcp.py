@@ -41,6 +41,9 @@ CHALLENGE_TIMEOUT_S = 5.0
 #: there only what has not left is limited, because urgent bytes wait behind it.
 _LOCAL_BUFFER_NBYTES = 128 << 10
 _REMOTE_UNSENT_NBYTES = 256 << 10
+#: socket.SO_BUF_LOCK, which Python does not name, and the send buffer where the kernel does not know it.
+_SO_BUF_LOCK = 72
+_FIXED_BUFFER_NBYTES = 4 << 20
 #: The least and the most I/O threads by default: with two, streams to a peer on this host took a third longer; one
 #: moves tens of Gbit/s.
 _IO_THREADS = 4, 8
@@ -132,6 +135,18 @@ def _is_local(sock: socket.socket) -> bool:
         return False
 
 
+def _let_kernel_choose(sock: socket.socket) -> int:
+    """Let the kernel choose the size of the send buffer again, which the NIC's probe has set.
+
+    Returns 0, or the size to set: kernels before 5.14 cannot undo it.
+    """
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
+    except OSError:
+        return _FIXED_BUFFER_NBYTES
+    return 0
+
+
 _UNTRACED = Limits()
 
 
@@ -180,7 +195,7 @@ class TcpLink(WireLink):
         io_threads = self.io_threads or IoThreads(2)
         for number in sorted(self.sockets):
             sock = self.sockets[number]
-            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else 0)
+            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _let_kernel_choose(sock))
             pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
             seals = self.seals.pop(number, None)
             seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
@@ -413,15 +428,18 @@ class TcpPacing:
 def io_threads_of(settings: Settings) -> IoThreads:
     """Return the threads that move the bytes of all tcp connections of a node.
 
-    Raises `ConfigError` if the kernel does not have, or does not allow, the `io_backend`.
+    Raises `ConfigError` if they cannot be made: io_uring is missing, or a limit is reached.
     """
     least, most = _IO_THREADS
     n_threads = settings.io_threads or min(most, max(least, len(os.sched_getaffinity(0)) // 2))
     try:
         return IoThreads(n_threads, settings.io_backend)
     except OSError as exc:
-        raise ConfigError(f"io_backend={settings.io_backend}: {exc}; io_uring needs Linux 6.1 and must be allowed "
-                          "(sysctl kernel.io_uring_disabled, seccomp): use BPSFAST_IO_BACKEND=epoll") from exc
+        hint = "raise the limits of processes and open files (ulimit -u, ulimit -n)"
+        if settings.io_backend == "io_uring":
+            hint = ("io_uring needs Linux 6.1 and must be allowed (sysctl kernel.io_uring_disabled, seccomp): use "
+                    "BPSFAST_IO_BACKEND=epoll")
+        raise ConfigError(f"{n_threads} I/O threads cannot be started: {exc}; {hint}") from exc
 
 
 def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:

@@ -5,7 +5,7 @@
 #include "io_uring.h"
 #include "tcp_stream.h"
 
-enum { N_STREAMS = 2, N_SLOTS = 4, SPARE = 5, EPOCH = 3, N_THREADS = 3, MOST_WORDS = 20000 };
+enum { N_STREAMS = 2, N_SLOTS = 4, SPARE = 5, EPOCH = 3, MOST_THREADS = 9, MOST_WORDS = 20000 };
 
 /* Of each slot; the larger ones are not sent by who posts them, or fill the socket. */
 static const uint32_t n_words[N_SLOTS] = {4, 500, 8000, MOST_WORDS};
@@ -17,7 +17,8 @@ struct side {
 };
 
 static struct side sides[2];
-static struct bps_io_thread threads[N_THREADS];
+static struct bps_io_thread threads[MOST_THREADS];
+static uint32_t n_threads;
 static uint64_t end_ns;
 static uint32_t n_writes, n_done;
 
@@ -113,7 +114,7 @@ static void live_and_die(uint32_t number)
         ends[i]->arrived = nothing_arrived;
         ends[i]->notify = nothing;
         bps_slots_bind(&ends[i]->slots, 0, 8, 8, 64, 0, 1);
-        CHECK(bps_stream_start(ends[i], &threads[number % N_THREADS], &threads[(number + i) % N_THREADS]) == 0);
+        CHECK(bps_stream_start(ends[i], &threads[number % n_threads], &threads[(number + (uint32_t)i) % n_threads]) == 0);
     }
     for (uint32_t round = 1; round < 4; round++)
         CHECK(bps_stream_post(ends[0], 0, round, BPS_FLAG_EMPTY, 0, 0, &is_delivered) == 0);
@@ -123,13 +124,14 @@ static void live_and_die(uint32_t number)
     bps_stream_free(ends[1]);
 }
 
-static void run(const struct bps_io_backend *backend, uint64_t until_ns)
+static void run(const struct bps_io_backend *backend, uint32_t n, uint64_t until_ns)
 {
     pthread_t posters[4 * N_STREAMS];
     memset(sides, 0, sizeof sides);
     end_ns = until_ns;
     n_done = 0;
-    for (int i = 0; i < N_THREADS; i++)
+    n_threads = n;
+    for (uint32_t i = 0; i < n_threads; i++)
         CHECK(bps_io_open(&threads[i], backend) == 0);
     for (uint32_t stream = 0; stream < N_STREAMS; stream++) {
         int fds[2];
@@ -141,8 +143,8 @@ static void run(const struct bps_io_backend *backend, uint64_t until_ns)
                                (uint64_t)sides[i].landing[stream][slot][1], 8 * n_words[slot], 0, 1);
         }
         for (int i = 0; i < 2; i++)
-            CHECK(bps_stream_start(sides[i].streams[stream], &threads[stream % N_THREADS],
-                                   &threads[N_THREADS - 1 - (stream + i) % N_THREADS]) == 0);
+            CHECK(bps_stream_start(sides[i].streams[stream], &threads[(2 * stream + (uint32_t)i) % n_threads],
+                                   &threads[n_threads - 1 - (2 * stream + (uint32_t)i) % n_threads]) == 0);
     }
     for (uintptr_t i = 0; i < 4 * N_STREAMS; i++)
         CHECK(bps_start_thread(&posters[i], post, (void *)i) == 0);
@@ -159,19 +161,20 @@ static void run(const struct bps_io_backend *backend, uint64_t until_ns)
         bps_stream_close(sides[i % 2].streams[i / 2]);
     for (int i = 0; i < 2 * N_STREAMS; i++)
         bps_stream_free(sides[i % 2].streams[i / 2]);
-    for (int i = 0; i < N_THREADS; i++)
+    for (uint32_t i = 0; i < n_threads; i++)
         bps_io_close(&threads[i]);
 }
 
 int main(int argc, char **argv)
 {
     uint64_t begin_ns = bps_now_ns(), until_ns = deadline_of(argc, argv);
-    run(&bps_io_by_epoll, begin_ns + (until_ns - begin_ns) / 2);
+    run(&bps_io_by_epoll, 3, begin_ns + (until_ns - begin_ns) / 3);
+    run(&bps_io_by_epoll, MOST_THREADS, begin_ns + (until_ns - begin_ns) / 3 * 2); /* nearly each flow alone on its thread */
     uint32_t by_epoll = n_writes;
     int rc = bps_io_open(&threads[0], &bps_io_by_uring);
     if (rc == 0) {
         bps_io_close(&threads[0]);
-        run(&bps_io_by_uring, until_ns);
+        run(&bps_io_by_uring, 3, until_ns);
     }
     printf("%u writes by epoll, %u by io_uring\n", by_epoll, n_writes - by_epoll);
     return by_epoll != 0 && (rc != 0 || n_writes > by_epoll) ? 0 : 1;
