@@ -212,7 +212,7 @@ def refused(kind):
 
 @pytest.mark.parametrize(("kind", "error", "text"), [
     ("integers", "UnsupportedError", "'topk' was chosen for tensor 'refused integers': tensors of int32"),
-    ("no codec", "ConfigError", "'topk' is no choice"), ("nonsense", "ConfigError", "k=-1"),
+    ("no codec", "ConfigError", "'topk' is not a choice"), ("nonsense", "ConfigError", "k=-1"),
     ("rate", "ConfigError", "learning_rate=-0.1: expected a number"), ("declared", "UnsupportedError", "int8"),
     ("gradients", "UnsupportedError", "tensor 'a': tensors of int32"),
     ("rate of gradients", "MismatchError", "no gradient 'b'"), ("changed", "MismatchError", "codec of tensor"),
