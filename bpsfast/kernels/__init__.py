@@ -11,11 +11,12 @@ chunk is loaded from all inputs before it is stored). Rounding is that of `bpsfa
 inputs are added by themselves, rounded once to the wire dtype, take their place in the order; then the average.
 The code takes no lock, allocates nothing, raises nothing, needs no GIL, and may run on any number of threads.
 
-There is one for each dtype and op. Compiling takes about 0.4 s each, with numba's disk cache about 10 ms. The cache is
-in ``NUMBA_CACHE_DIR`` if that is set, else beside this package, else in the user's cache folder; if none of them is
-writable (a read-only image, no home), each process compiles for itself.
+There is one for each dtype and op. Compiling takes about 0.4 s each, once for a machine: then `object_cache` loads them
+without numba. Where it cannot be used, numba's disk cache is, in ``NUMBA_CACHE_DIR`` if that is set, else beside this
+package, else in the user's cache folder; if none of them is writable (a read-only image, no home), each process
+compiles for itself.
 
-Importing this package does not import numba: only a node, which runs kernels, needs it.
+Importing this package does not import numba: only a process that compiles a kernel needs it.
 """
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from bpsfast.base import dtypes
+from bpsfast.kernels import object_cache
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 
@@ -49,7 +51,8 @@ CACHE_FAULTS = (RuntimeError, OSError, EOFError, ValueError, TypeError, Attribut
                 pickle.PickleError)
 
 _lock = threading.Lock()
-#: The kernels by name and dtype: numba cfuncs, which own the machine code, for the life of the process.
+#: The kernels by name and dtype: numba cfuncs or `object_cache.LoadedKernel`, which own the machine code, for the life
+#: of the process.
 _compiled: dict[tuple[str, ...], Any] = {}
 
 
@@ -59,6 +62,23 @@ def compiled_address(key: tuple[str, ...], compile_kernel: Callable[[], Any]) ->
         if key not in _compiled:
             _compiled[key] = compile_kernel()
         return int(_compiled[key].address)
+
+
+def self_contained_address(key: tuple[str, ...], source: str, compile_kernel: Callable[[bool], Any]) -> int:
+    """As `compiled_address`, of a kernel that calls nothing of numba's, so its machine code can be kept and loaded.
+
+    *source*: the file of this package that it comes from; the argument of *compile_kernel*: whether to use numba's disk
+    cache, which has no objects to give.
+    """
+    def load_or_compile() -> Any:
+        found = object_cache.load(key)
+        if found is None and object_cache.is_usable():
+            made = compile_kernel(False)
+            if object_cache.save(key, made):
+                return made
+        return found or with_cache(str(Path(__file__).with_name(source)), compile_kernel)
+
+    return compiled_address(key, load_or_compile)
 
 
 def address(dtype_name: str, op: str = "sum") -> int:
@@ -71,7 +91,12 @@ def address(dtype_name: str, op: str = "sum") -> int:
     if op not in OPS or (row.is_float and op in BITWISE_OPS):
         raise UnsupportedError(f"there is no kernel for the {op} of {dtype_name}; ops: {', '.join(OPS)}, the bitwise "
                                "ones for integers")
-    return compiled_address((op, dtype_name), lambda: _compile(dtype_name, op))
+    def compile_kernel(cache: bool) -> Any:
+        from bpsfast.kernels import sum_ir
+
+        return sum_ir.compile_kernel(dtype_name, cache, op)
+
+    return self_contained_address((op, dtype_name), "sum_ir.py", compile_kernel)
 
 
 def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
@@ -85,12 +110,6 @@ def assembly(dtype_name: str) -> str:
     from bpsfast.kernels import sum_ir
 
     return str(sum_ir.compile_kernel(dtypes.lookup(dtype_name).name, cache=False)._library.get_asm_str())
-
-
-def _compile(name: str, op: str) -> Any:
-    from bpsfast.kernels import sum_ir
-
-    return with_cache(sum_ir.__file__, lambda cache: sum_ir.compile_kernel(name, cache, op))
 
 
 def with_cache(source: str, compile_kernel: Callable[[bool], Any]) -> Any:

@@ -33,10 +33,9 @@ def address(dtype_name: str) -> int:
     """
     if not lookup(dtype_name).is_float:
         raise UnsupportedError(f"there is no store of {dtype_name}: weights are floats")
-    return kernels.compiled_address(("store", dtype_name), lambda: _compile(dtype_name))
+    def compile_kernel(cache: bool) -> Any:
+        from . import store_ir
 
+        return store_ir.compile_kernel(dtype_name, cache)
 
-def _compile(name: str) -> Any:
-    from . import store_ir
-
-    return kernels.with_cache(store_ir.__file__, lambda cache: store_ir.compile_kernel(name, cache))
+    return kernels.self_contained_address(("store", dtype_name), "store_ir.py", compile_kernel)

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from bpsfast import base, kernels
 from bpsfast.base import dtypes, reference_sum
-from bpsfast.kernels import element_ir, sum_ir
+from bpsfast.kernels import element_ir, object_cache, sum_ir
 from bpsfast.orchestration import errors
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -79,7 +79,7 @@ def copied() -> Iterator[Path]:
     shutil.copytree(Path(errors.__file__).parent, package / "orchestration",
                     ignore=shutil.ignore_patterns("__pycache__"))
     ours = Path(kernels.__file__).parents[1]
-    for module in (base, dtypes, element_ir, kernels, reference_sum, sum_ir):
+    for module in (base, dtypes, element_ir, kernels, object_cache, reference_sum, sum_ir):
         copy = package / Path(module.__file__).relative_to(ours)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(module.__file__, copy)
@@ -134,30 +134,46 @@ def _run_copy(root: Path, program: str = PROGRAM, environ: dict[str, str] | None
     assert done.returncode == 0, done.stderr
 
 
+def _entries(folder: Path, pattern: str) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob(pattern)}
+
+
 @pytest.mark.slow
-def test_cache_lies_where_numba_is_told(copied: Path) -> None:
+@pytest.mark.skipif(not IS_X86, reason="objects are loaded on x86-64 only")
+def test_objects_lie_where_numba_is_told(copied: Path) -> None:
     cache = copied / "cwd" / "cache"
     _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
-    entries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")}
+    entries = _entries(cache, "*.*")
+    assert sorted(path.name for path in entries) == ["sum-float16.kernel", "sum-float32.kernel"]
+    _run_copy(copied, "import sys\n" + PROGRAM + "assert 'numba' not in sys.modules\n",
+              environ={"NUMBA_CACHE_DIR": str(cache)})
+    assert _entries(cache, "*.*") == entries
+
+
+@pytest.mark.slow
+def test_numbas_own_cache_is_used_where_objects_cannot_be_kept(copied: Path) -> None:
+    environ = {"XDG_CACHE_HOME": "/dev/null/b"}
+    _run_copy(copied, environ=environ)
+    entries = _entries(copied / "bpsfast", "*.nb?")
     assert sorted(re.sub(r"_[0-9a-f]{16}.*\.", ".", path.name) for path in entries) == [
         "sum_ir.fused_sum_float16.nbc",
         "sum_ir.fused_sum_float16.nbi",
         "sum_ir.fused_sum_float32.nbc",
         "sum_ir.fused_sum_float32.nbi",
     ]
-    _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
-    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == entries
+    _run_copy(copied, environ=environ)
+    assert _entries(copied / "bpsfast", "*.nb?") == entries
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x05K\x01."], ids=["empty", "text", "other"])
 def test_damaged_cache_entry_is_compiled_again(copied: Path, suffix: str, content: bytes) -> None:
-    cache = copied / "cwd" / "cache"
-    _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
-    for path in cache.rglob(f"*.{suffix}"):
+    environ = {"XDG_CACHE_HOME": "/dev/null/b"}
+    _run_copy(copied, environ=environ)
+    for path in copied.rglob(f"*.{suffix}"):
         path.write_bytes(content)
-    _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
+    _run_copy(copied, environ=environ)
 
 
 @pytest.mark.slow
