@@ -96,6 +96,7 @@ CONSUMERS = {
     "engine_threads": as_threads, "cores": as_threads,
     "credit_bytes": NicQueue,
     "tcp_streams": lambda value: Settings(tcp_streams=value).n_connections, "tcp_sndbuf_bytes": as_send_buffer,
+    "io_threads": lambda value: tcp.io_threads_of(Settings(io_threads=value)).close(),
     "nontemporal_bytes": lambda value: engine(nontemporal_nbytes=value),
     "awake_us": lambda value: engine(awake_us=value),
     "async_staleness": lambda value: as_store(staleness=value), "async_backups": lambda value: as_store(backups=value),
