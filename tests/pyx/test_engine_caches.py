@@ -5,6 +5,7 @@ import ctypes
 
 import pytest
 
+from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE
 from tests.support.engine_node import PART, N
@@ -57,5 +58,10 @@ def test_sums_that_leave_the_machine_stay_in_caches(engine_node, stores):
         port.submit(0, 2, 1, 0, 0, nbytes=MUCH)
     v.engine.arrived(peer, 1, 1, 0)
     assert v.ports[0].wait(1, 1, 1, 10) == DONE
+    forwarded = []
+    while not forwarded:  # the owner cannot have the sum before it has this node's part of it
+        found = v.engine.events(10)
+        assert found, "nothing is forwarded"
+        forwarded = [event for event in found if event[0] == native.EVENT_FORWARD]
     v.engine.arrived(peer, 0, 1, 0)
     assert v.ports[0].wait(0, 1, 1, 10) == DONE and told == [False, False]
