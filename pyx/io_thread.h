@@ -22,7 +22,7 @@
 #include "thread.h"
 
 #define BPS_IO_TURN ((size_t)1 << 20)
-#define BPS_IO_CALL ((size_t)4 << 10) /* a call counts as so many bytes, besides those that it moves */
+#define BPS_IO_CALL ((size_t)4 << 10) /* bytes that each system call adds to a turn: many small calls end it, too */
 #define BPS_IO_SCRATCH ((size_t)8 << 10) /* a small write comes with its header in one call */
 #define BPS_IO_EVENTS 64
 #define BPS_IO_NEVER UINT64_MAX

@@ -107,8 +107,9 @@ cdef class IoThreads:
             rc = ENOMEM if thread == NULL else bps_io_open(thread, by)
             if rc:
                 free(thread)
+                failed = self.n
                 self._end()
-                raise OSError(rc, f"I/O thread {self.n} of {n} could not be started ({backend})")
+                raise OSError(rc, f"I/O thread {failed} of {n} could not be started ({backend})")
             self.threads[self.n] = thread
             self.n += 1
         self.n_out = max(1, n // 2)

@@ -15,11 +15,11 @@
 
 #include "acks.h"
 #include "hooks.h"
-#include "write_in.h"
 #include "io_thread.h"
 #include "pace.h"
 #include "record.h"
 #include "sockets.h"
+#include "write_in.h"
 
 #define BPS_AT_ONCE_NBYTES 65536u /* sending a larger payload takes longer than waking the I/O thread */
 
@@ -160,7 +160,7 @@ static int bps_stream_next_out(struct bps_flow *flow, struct msghdr *message, ch
     *due_ns = turn_ns < *due_ns ? turn_ns : *due_ns;
     message->msg_iov = stream->parts_out;
     message->msg_iovlen = bps_write_out_pieces(&stream->outgoing, most, stream->parts_out);
-    message->msg_flags = MSG_WAITALL;
+    message->msg_flags = most > BPS_AT_ONCE_NBYTES ? MSG_WAITALL : 0;
     return most != 0;
 }
 
@@ -379,8 +379,8 @@ static inline int bps_stream_start(struct bps_stream *stream, struct bps_io_thre
     return 0;
 }
 
-/* Cut the connection and close the socket; writes that were not delivered are dropped. When this returns nobody calls the
- * engine's hooks for it any more. */
+/* Cut the connection, drop the writes that were not delivered, and close the socket. After this returns, no thread calls
+ * the engine's hooks for the stream. */
 static inline void bps_stream_close(struct bps_stream *stream)
 {
     pthread_mutex_lock(&stream->lock);

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "futex.h"
-#include "write_out.h"
 #include "slots.h"
+#include "write_out.h"
 
 enum { BPS_WRITE_IN_HEADER, BPS_WRITE_IN_PAYLOAD, BPS_WRITE_IN_TAIL };
 enum { BPS_WRITE_IN_GOES_ON = 0, BPS_WRITE_IN_WHOLE = -1 };

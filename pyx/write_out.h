@@ -129,6 +129,8 @@ static inline void bps_write_out_sent(struct bps_write_out *write, size_t n)
     write->left -= n;
     for (int i = 0; i < 3; i++) {
         size_t of_it = n < write->pieces[i].iov_len ? n : write->pieces[i].iov_len;
+        if (of_it == 0) /* there may be no piece */
+            continue;
         write->pieces[i].iov_base = (char *)write->pieces[i].iov_base + of_it;
         write->pieces[i].iov_len -= of_it;
         n -= of_it;

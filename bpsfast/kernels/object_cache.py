@@ -1,14 +1,14 @@
 """Keeps the machine code of compiled kernels on disk, and loads it without numba and LLVM, which only compile.
 
-A node whose kernels are all here does not import numba: it takes 100 MB less memory, and a second less to start. A
-file holds one kernel as LLVM has written it, an ELF object, of which `load` does the linker's part: it puts the
-sections into memory, writes the absolute addresses, and makes the memory executable. An object that needs more than
-that is not saved, such as those of codecs, which call numba's run time. Only on x86-64, and where a folder can be
-written: elsewhere numba's own cache is used.
+numba imports LLVM and takes 150 MB even where it only reads its own cache. A node whose sums are all here does not
+import it. A file holds one kernel as an ELF object, as LLVM has written it. `load` does the linker's work: it copies
+the sections into memory, writes the absolute addresses, and makes the memory executable. Objects that need anything
+else are not saved; codecs do, because they call numba's run time. numba's own cache is used for those, on processors
+other than x86-64, and where the folder cannot be written.
 
-Files lie in ``NUMBA_CACHE_DIR`` or the user's cache folder, in a folder named by a hash of all that the code depends
-on: CPU, versions of numba and LLVM, sources of `bpsfast.kernels`, numba's variables. A file is used only if it
-belongs to this user, nobody else can write it, and its checksum is right.
+The folder is in ``NUMBA_CACHE_DIR`` or in the user's cache folder. Its name is a hash of everything that the code
+depends on: the CPU, the versions of numba and LLVM, the sources of `bpsfast.kernels`, and numba's environment
+variables. `load` accepts a file only if this user owns it, no other user can write it, and its checksum matches.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _R_X86_64_64 = 1
 _SHT_PROGBITS, _SHT_SYMTAB, _SHT_RELA, _SHT_NOBITS = 1, 2, 4, 8
 _SHF_WRITE, _SHF_ALLOC = 1, 2
 _SHN_UNDEF, _SHN_COMMON = 0, 0xFFF2
-#: The lines of /proc/cpuinfo that tell one make of CPU, as it is visible here, from another.
+#: The lines of /proc/cpuinfo that identify the CPU model and its instruction sets.
 _CPU_LINES = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
 _PROT_READ_EXEC = 1 | 4
 
@@ -196,7 +196,9 @@ class _Symbols:
     """The symbols of an object whose sections lie at *addresses*."""
 
     def __init__(self, data: bytes, sections: list[_Section], addresses: dict[int, int]) -> None:
-        table = next(section for section in sections if section.kind == _SHT_SYMTAB)
+        table = next((section for section in sections if section.kind == _SHT_SYMTAB), None)
+        if table is None:
+            raise UnusableObjectError("no table of symbols")
         self._data, self._addresses, self._table = data, addresses, table
         self._names = sections[table.link]
         self._process = ctypes.CDLL(None)

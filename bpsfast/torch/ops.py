@@ -189,7 +189,7 @@ def push_pull(tensor: torch.Tensor, average: bool = True, name: str | None = Non
     compressor, choice = parted(compression)
     compressed, context = compressor.compress(tensor)
     summed = _PushPull.apply(compressed, average, name, priority, choice, learning_rate)
-    if is_plain and not tensor.requires_grad:
+    if is_plain and not tensor.requires_grad and process.current().sums_directly:
         handle.note_direct(_direct_pushes, tensor, device_tensor_memory(tensor), name, average, priority)
     return compressor.decompress(summed, context)
 

@@ -141,6 +141,14 @@ static inline struct bps_codec *codec_make(uint64_t n)
     return codec;
 }
 
+/* Wait until a word has a value. */
+static inline void await(uint32_t *word, uint32_t value)
+{
+    uint32_t seen;
+    while ((seen = bps_load(word)) != value)
+        bps_wait(word, seen, 10000000);
+}
+
 /* How long to go on, as the command line says: half a second by default. */
 static inline uint64_t deadline_of(int argc, char **argv)
 {

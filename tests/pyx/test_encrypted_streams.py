@@ -163,7 +163,7 @@ def test_they_keep_to_their_pace_in_pieces_and_end_at_once_when_closed(engine, s
         del got
         assert out.counters()["bytes"] == wire_nbytes(nbytes)
         assert incoming.counters()["bytes"] == wire_nbytes(nbytes) - SEALED_HEADER
-        out.turn(100 * rate)
+        out.turn(100 * rate)  # reserves the next 100 seconds
         sender.post(1, 2, 0, payload.ctypes.data, nbytes)
         begin = time.monotonic()
         sender.close()

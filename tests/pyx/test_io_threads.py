@@ -1,25 +1,32 @@
-"""I/O threads where a container forbids system calls that it does not know."""
+"""I/O threads where system calls are forbidden, and for what is no socket."""
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-#: Streams move bytes both ways although epoll_pwait2 (441) gives EPERM, as in older container runtimes; and the idle
-#: threads do not spin.
-_PROGRAM = """
-import ctypes, struct, time
-import numpy as np
-from bpsfast.pyx import engine as native
-from tests.support.streams import bound, events, mailbox, pair, stream
+from bpsfast.pyx.tcp import IoThreads, Stream
+from tests.support.streams import EPOCH, mailbox
 
-BPF = ((0x20, 0, 0, 0), (0x15, 0, 1, 441), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000))
+#: Lets the system call number {call} give EPERM in this process, as older container runtimes do.
+_FORBID = """
+import ctypes, struct
+BPF = ((0x20, 0, 0, 0), (0x15, 0, 1, {call}), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000))
 filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in BPF))
 program = struct.pack("HxxxxxxP", len(BPF), ctypes.addressof(filters))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
-assert libc.syscall(441, -1, None, 0, None, None, 0) == -1 and ctypes.get_errno() == 1
+assert libc.syscall({call}, -1, None, 0, None, None, 0) == -1 and ctypes.get_errno() == 1
+"""
+
+_STREAMS = """
+import time
+import numpy as np
+from bpsfast.pyx import engine as native
+from tests.support.streams import bound, events, mailbox, pair, stream
+
 with mailbox() as engine, pair() as (left, right):
     sender, receiver = stream(engine, left, send_buffer_nbytes=1 << 16), stream(engine, right)
     payload = np.full(4 << 20, 7, np.uint8)
@@ -34,8 +41,42 @@ with mailbox() as engine, pair() as (left, right):
         del got
 """
 
+_URING = """
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport import tcp
+from bpsfast.orchestration.errors import ConfigError
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is Linux's")
-def test_streams_work_where_a_container_answers_eperm():
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+try:
+    tcp.io_threads_of(Settings(io_backend="io_uring"))
+except ConfigError as exc:
+    assert "I/O thread 0 of" in str(exc) and "BPSFAST_IO_BACKEND=epoll" in str(exc), exc
+else:
+    raise AssertionError("io_uring is forbidden")
+tcp.io_threads_of(Settings()).close()
+"""
+
+
+@pytest.mark.parametrize(("call", "program"), [(441, _STREAMS), (425, _URING)], ids=["epoll_pwait2", "io_uring_setup"])
+def test_a_system_call_that_is_forbidden(call, program):
+    """Streams go on with epoll_wait, and threads do not spin; without io_uring the error says what to do."""
+    done = subprocess.run([sys.executable, "-c", _FORBID.format(call=call) + program], capture_output=True, text=True,
+                          timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_stream_that_cannot_be_watched_can_only_be_closed():
+    ours, theirs = os.pipe()
+    n_descriptors = len(os.listdir("/proc/self/fd"))
+    io_threads = IoThreads(2)
+    with mailbox() as engine:
+        made = Stream(ours, io_threads, peer=engine.add_wire_peer(), engine=engine.handle,
+                      arrived=engine.arrived_address, notify=engine.notify_address, epoch=EPOCH, n_slots=4, keep=engine)
+        with pytest.raises(OSError, match="cannot be watched"):
+            made.start()
+        with pytest.raises(ValueError, match="started once"):
+            made.start()
+        made.close()
+        io_threads.close()
+        del made
+    os.close(theirs)
+    assert len(os.listdir("/proc/self/fd")) <= n_descriptors - 2

@@ -113,7 +113,7 @@ def test_streams_keep_to_their_pace_and_end_at_once_when_closed(engine, sockets)
         assert (got[1] == payload).all()
         del got
         assert out.counters()["bytes"] == nbytes + 32 and incoming.counters()["bytes"] == nbytes
-        out.turn(100 * rate)  # somebody else has the next minute and a half
+        out.turn(100 * rate)  # reserves the next 100 seconds
         sender.post(1, 2, 0, payload.ctypes.data, nbytes)
         begin = time.monotonic()
         sender.close()

@@ -1,4 +1,4 @@
-/* Bytes that come in over a connection, in portions of at most so many. */
+/* Feeds bytes to a stream's receiving side in portions of at most `most` bytes, as a socket might deliver them. */
 #pragma once
 
 #include "write_in.h"

@@ -137,13 +137,6 @@ static void notify(void *engine, uint32_t kind, uint32_t lane, uint32_t part, ui
     bps_wake(&side->delivered[lane][part], INT_MAX);
 }
 
-static void await(uint32_t *word, uint32_t round)
-{
-    uint32_t seen;
-    while ((seen = bps_load(word)) != round)
-        bps_wait(word, seen, 10000000);
-}
-
 static void *post(void *argument)
 {
     uint32_t number = (uint32_t)(uintptr_t)argument, lane = number / 2;

@@ -45,13 +45,6 @@ static void notify(void *engine, uint32_t kind, uint32_t stream, uint32_t part, 
     bps_wake(&side->delivered[stream][part], INT_MAX);
 }
 
-static void await(uint32_t *word, uint32_t round)
-{
-    uint32_t seen;
-    while ((seen = bps_load(word)) != round)
-        bps_wait(word, seen, 10000000);
-}
-
 static void *post(void *argument)
 {
     uint32_t number = (uint32_t)(uintptr_t)argument, stream = number / 2 % N_STREAMS, first = number / 2 / N_STREAMS;
