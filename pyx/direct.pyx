@@ -80,25 +80,39 @@ cdef extern from "direct.h" nogil:
         bps_sum_kernel kernel
         int64_t divisor
         uint64_t call
-    enum: BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS_DIRECT_ABORTED, BPS_DIRECT_NODE_DIED
-    enum: BPS_DIRECT_DIFFERENT, BPS_DIRECT_RAISED, BPS_DIRECT_DECLINED, BPS_DIRECT_CHUNK, BPS_SUM_RANKS
-    bps_channel_layout bps_direct_layout(int, uint64_t)
-    uint64_t bps_channel_head(int)
-    void bps_channel_format(void *, int, uint32_t)
-    void bps_channel_open(bps_channel *, void *, uint64_t)
-    int bps_direct_all_reduce(bps_channel *, char *, const char *, uint64_t, const bps_direct_sum *, bps_direct_call *)
-    void bps_direct_prepare(const bps_channel *, uint64_t)
-    void bps_direct_decline(bps_channel *, uint64_t)
-    int bps_direct_broadcast(bps_channel *, int, char *, uint64_t, uint64_t, bps_direct_call *)
-    int bps_direct_all_gather(bps_channel *, char **, const char *, const uint64_t *, uint64_t, bps_direct_call *)
+    struct bps_direct_gather:
+        const char *own
+        char *places[64]
+        uint64_t nbytes[64]
+    struct bps_direct_scatter:
+        const char *from_ "from"[64]
+        char *to
+        uint64_t nbytes[64]
     struct bps_direct_pieces:
         const char *from_ "from"[64]
         char *to[64]
         uint64_t given[64]
         uint64_t wanted[64]
         uint64_t offered[64]
-    int bps_direct_all_to_all(bps_channel *, bps_direct_pieces *, uint64_t, bps_direct_call *)
-    int bps_direct_barrier(bps_channel *, uint64_t, bps_direct_call *)
+    struct bps_direct_work:
+        int kind, root
+        const char *from_ "from"
+        char *to
+        uint64_t nbytes
+        bps_direct_sum sum
+        bps_direct_gather gather
+        bps_direct_scatter scatter
+        bps_direct_pieces pieces
+    enum: BPS_DIRECT_SUM, BPS_DIRECT_COPY, BPS_DIRECT_GATHER, BPS_DIRECT_SCATTER, BPS_DIRECT_PIECES, BPS_DIRECT_BARRIER
+    enum: BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS_DIRECT_ABORTED, BPS_DIRECT_NODE_DIED
+    enum: BPS_DIRECT_DIFFERENT, BPS_DIRECT_RAISED, BPS_DIRECT_DECLINED, BPS_DIRECT_CHUNK, BPS_SUM_RANKS
+    bps_channel_layout bps_direct_layout(int, uint64_t)
+    uint64_t bps_channel_head(int)
+    void bps_channel_format(void *, int, uint32_t)
+    void bps_channel_open(bps_channel *, void *, uint64_t)
+    int bps_direct_do(bps_channel *, bps_direct_work *, bps_direct_call *)
+    void bps_direct_prepare(const bps_channel *, uint64_t)
+    void bps_direct_decline(bps_channel *, uint64_t)
     int bps_sum_level()
     bps_sum_kernel bps_sum_kernel_of(int, int, int)
     void bps_look_whether_few(bps_separation *)
@@ -168,6 +182,13 @@ def format_channel(uintptr_t address, int n_ranks, uint32_t first=0):
 cdef int _require_ranks(int n_ranks) except -1:
     if not 1 <= n_ranks <= BPS_SUM_RANKS:
         raise ValueError(f"{n_ranks} ranks: between 1 and {BPS_SUM_RANKS} sum directly")
+    return 0
+
+
+cdef int _sum_of(bps_direct_sum *sum, int dtype, int op, int64_t divisor) except -1:
+    sum.kernel, sum.divisor = bps_sum_kernel_of(dtype, op, bps_sum_level()), divisor
+    if sum.kernel == NULL:
+        raise ValueError(f"there is no sum of dtype {dtype} by op {op}")
     return 0
 
 
@@ -295,20 +316,32 @@ cdef class Channel:
             raise raised
         return status
 
-    cdef int _all_reduce(self, char *to, const char *source, uint64_t nbytes, const bps_direct_sum *sum,
-                         bps_direct_call *call, bint keeps_gil) except -1:
-        """Make *call*, which has begun, a sum, and end it; return how it ended."""
+    cdef int _do(self, bps_direct_work *work, bps_direct_call *call, bint keeps_gil) except -1:
+        """Do *work* as *call*, which has begun, and end it; return how it ended."""
         cdef int status
         if keeps_gil:
-            status = bps_direct_all_reduce(&self.channel, to, source, nbytes, sum, call)
+            status = bps_direct_do(&self.channel, work, call)
         else:
             with nogil:
-                status = bps_direct_all_reduce(&self.channel, to, source, nbytes, sum, call)
+                status = bps_direct_do(&self.channel, work, call)
         return self._end(call, status)
+
+    cdef int _call(self, bps_direct_work *work, uint64_t nbytes, uint64_t what, double timeout_s, object look) except -1:
+        """Do *work*, which moves *nbytes*, as a call of its own."""
+        cdef bps_direct_call call
+        cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
+        work.sum.call = what
+        self._begin(&call, _after(bps_now_ns(), timeout_s), look, keeps_gil)
+        return self._do(work, &call, keeps_gil)
 
     cdef int _require(self, uint64_t nbytes) except -1:
         if nbytes > self.most and self.most <= BPS_DIRECT_CHUNK:
             raise ValueError(f"{nbytes} bytes in a channel for {self.most}")
+        return 0
+
+    cdef int _require_any_nbytes(self) except -1:
+        if self.most <= BPS_DIRECT_CHUNK:
+            raise ValueError(f"this channel is for sums of {self.most} bytes")
         return 0
 
     def all_reduce(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, int dtype, int op, int64_t divisor,
@@ -325,51 +358,54 @@ cdef class Channel:
         RuntimeError
             If another thread is in a call, or a call has failed.
         """
-        cdef bps_direct_sum sum
-        cdef bps_direct_call call
-        cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
+        cdef bps_direct_work work
         self._require(nbytes)
-        sum.kernel, sum.divisor, sum.call = bps_sum_kernel_of(dtype, op, bps_sum_level()), divisor, what
-        if sum.kernel == NULL:
-            raise ValueError(f"there is no sum of dtype {dtype} by op {op}")
-        self._begin(&call, _after(bps_now_ns(), timeout_s), look, keeps_gil)
-        return self._all_reduce(<char *>destination, <const char *>source, nbytes, &sum, &call, keeps_gil)
+        work.kind, work.to, work.from_, work.nbytes = (BPS_DIRECT_SUM, <char *>destination, <const char *>source, nbytes)
+        _sum_of(&work.sum, dtype, op, divisor)
+        return self._call(&work, nbytes, what, timeout_s, look)
 
     def broadcast(self, int root, uintptr_t address, uint64_t nbytes, uint64_t what, double timeout_s, look=None):
         """Copy *nbytes* at *address* of rank *root* to *address* of the others; 0: a rank that does not need them.
 
         Raises as `all_reduce`.
         """
-        cdef bps_direct_call call
-        cdef int status
-        cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
+        cdef bps_direct_work work
         if not 0 <= root < self.channel.port.n:
             raise ValueError(f"root {root} of {self.channel.port.n} ranks")
         self._require(nbytes)
-        self._begin(&call, _after(bps_now_ns(), timeout_s), look, keeps_gil)
-        if keeps_gil:
-            status = bps_direct_broadcast(&self.channel, root, <char *>address, nbytes, what, &call)
-        else:
-            with nogil:
-                status = bps_direct_broadcast(&self.channel, root, <char *>address, nbytes, what, &call)
-        return self._end(&call, status)
+        work.kind, work.root, work.to, work.nbytes = BPS_DIRECT_COPY, root, <char *>address, nbytes
+        return self._call(&work, nbytes, what, timeout_s, look)
 
     def all_gather(self, addresses, sizes, uintptr_t own, uint64_t what, double timeout_s, look=None):
-        """Copy *sizes[r]* bytes, at most `cell_nbytes`, at *own* of each rank r to *addresses[r]* of all (0: to none).
+        """Copy *sizes[r]* bytes at *own* of each rank r to *addresses[r]* of all (0: to none).
 
-        Raises as `all_reduce`.
+        More than `cell_nbytes` in a channel for `ANY_NBYTES`. Raises as `all_reduce`.
         """
-        cdef bps_direct_call call
-        cdef char *places[64]
-        cdef uint64_t nbytes[64]
-        cdef int status, n = self.channel.port.n
-        for r in range(n):
-            places[r], nbytes[r] = <char *><uintptr_t>addresses[r], sizes[r]
-            if nbytes[r] > self.channel.cell_nbytes:
-                raise ValueError(f"{nbytes[r]} bytes in cells of {self.channel.cell_nbytes}")
-        self._begin(&call, _after(bps_now_ns(), timeout_s), look, True)
-        status = bps_direct_all_gather(&self.channel, places, <const char *>own, nbytes, what, &call)
-        return self._end(&call, status)
+        cdef bps_direct_work work
+        cdef uint64_t nbytes = 0
+        work.kind, work.gather.own = BPS_DIRECT_GATHER, <const char *>own
+        for r in range(self.channel.port.n):
+            work.gather.places[r], work.gather.nbytes[r] = <char *><uintptr_t>addresses[r], sizes[r]
+            nbytes += work.gather.nbytes[r]
+            if work.gather.nbytes[r] > self.channel.cell_nbytes:
+                self._require_any_nbytes()
+        return self._call(&work, nbytes, what, timeout_s, look)
+
+    def reduce_scatter(self, sources, uintptr_t destination, int dtype, int op, int64_t divisor, uint64_t what,
+                       double timeout_s, look=None):
+        """Combine *sources[r]*, pairs of an address and a number of bytes, of all ranks to *destination* of each rank r.
+
+        Otherwise as `all_reduce`; *destination* may be this rank's source. In a channel for `ANY_NBYTES`.
+        """
+        cdef bps_direct_work work
+        cdef uint64_t nbytes = 0
+        self._require_any_nbytes()
+        work.kind, work.scatter.to = BPS_DIRECT_SCATTER, <char *>destination
+        _sum_of(&work.sum, dtype, op, divisor)
+        for r in range(self.channel.port.n):
+            work.scatter.from_[r], work.scatter.nbytes[r] = <const char *><uintptr_t>sources[r][0], sources[r][1]
+            nbytes += work.scatter.nbytes[r]
+        return self._call(&work, nbytes, what, timeout_s, look)
 
     def all_to_all(self, sources, destinations, list offered, uint64_t what, double timeout_s, look=None):
         """Copy *sources[r]* of this rank to rank r, and what each rank r has for this one to *destinations[r]*.
@@ -378,34 +414,26 @@ cdef class Channel:
         if that is not what its destination takes, nothing is copied there. In a channel for `ANY_NBYTES`. Raises as
         `all_reduce`.
         """
-        cdef bps_direct_call call
-        cdef bps_direct_pieces pieces
+        cdef bps_direct_work work
+        cdef bps_direct_pieces *pieces = &work.pieces
         cdef int status, n = self.channel.port.n
-        cdef bint keeps_gil
         cdef uint64_t nbytes = 0
-        if self.most <= BPS_DIRECT_CHUNK:
-            raise ValueError(f"this channel is for sums of {self.most} bytes")
+        self._require_any_nbytes()
+        work.kind = BPS_DIRECT_PIECES
         for r in range(n):
             pieces.from_[r], pieces.given[r] = <const char *><uintptr_t>sources[r][0], sources[r][1]
             pieces.to[r], pieces.wanted[r] = <char *><uintptr_t>destinations[r][0], destinations[r][1]
             nbytes += pieces.given[r] + pieces.wanted[r]
-        keeps_gil = nbytes <= KEEPS_GIL_NBYTES
-        self._begin(&call, _after(bps_now_ns(), timeout_s), look, keeps_gil)
-        if keeps_gil:
-            status = bps_direct_all_to_all(&self.channel, &pieces, what, &call)
-        else:
-            with nogil:
-                status = bps_direct_all_to_all(&self.channel, &pieces, what, &call)
-        if self._end(&call, status) == BPS_DIRECT_DONE:
+        status = self._call(&work, nbytes, what, timeout_s, look)
+        if status == BPS_DIRECT_DONE:
             offered[:] = [pieces.offered[r] for r in range(n)]
         return status
 
     def barrier(self, uint64_t what, double timeout_s, look=None):
         """Wait until all ranks call this. Raises as `all_reduce`."""
-        cdef bps_direct_call call
-        self._begin(&call, _after(bps_now_ns(), timeout_s), look, True)
-        cdef int status = bps_direct_barrier(&self.channel, what, &call)
-        return self._end(&call, status)
+        cdef bps_direct_work work
+        work.kind = BPS_DIRECT_BARRIER
+        return self._call(&work, 0, what, timeout_s, look)
 
     def missing(self):
         """Return the ranks that are not as far as this one in the last call, or for which it still waits."""

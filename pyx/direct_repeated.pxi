@@ -1,5 +1,5 @@
 # Repeated calls of direct.pyx, whose arguments are compared in C with those of the first call: pushes of one tensor,
-# and the all-reduces of a group of torch.distributed.
+# and the collectives of a group of torch.distributed.
 
 @cython.final
 cdef class Rounds:
@@ -179,6 +179,7 @@ cdef class DirectTensor:
 
     cdef int _sum(self, char *destination, char *source) except -1:
         cdef bps_direct_call call
+        cdef bps_direct_work work
         cdef Channel channel = self.channel
         cdef bint keeps_gil = self.nbytes <= KEEPS_GIL_NBYTES
         cdef uint64_t now_ns = 0, began_ns = bps_now_ns()
@@ -193,7 +194,9 @@ cdef class DirectTensor:
                 raise self.waits.refusal()
             channel._begin(&call, UINT64_MAX, self.look, keeps_gil)
             call.slice_ns, self.call = FIRST_LOOK_NS, &call
-            status = channel._all_reduce(destination, source, self.nbytes, &self.sum, &call, keeps_gil)
+            work.kind, work.from_, work.to, work.nbytes, work.sum = (BPS_DIRECT_SUM, source, destination, self.nbytes,
+                                                                     self.sum)
+            status = channel._do(&work, &call, keeps_gil)
             now_ns = _note(self.native, self.part, self.rounds.n_begun, self.nbytes, began_ns,
                            status == BPS_DIRECT_DONE)
             if status == BPS_DIRECT_DECLINED:
@@ -418,10 +421,11 @@ cdef class CallCount:
 
 
 @cython.final
-cdef class DirectSums:
-    """Sums in place, of tensors of one type, among the members of a group, for a caller that waits: all in C.
+cdef class DirectCalls:
+    """Collectives of tensors of one type among the members of a group, for a caller that waits: all in C.
 
-    All-reduces of torch.distributed that differ in an argument are left to Python, which checks them.
+    Each method takes the arguments that torch.distributed gives to that of a process group, and returns whether it has
+    made the call: False, and nothing is done, if the call has to be made by Python, which checks the arguments.
 
     Parameters
     ----------
@@ -431,10 +435,13 @@ cdef class DirectSums:
         The rank's port.
     deferred
         The rank's deferred pushes, for which others may wait.
+    places
+        By member the place of its rank among the ranks of the channel.
     kind
         The type of the tensors: it has a DLPack exchange table, and tensors an `is_neg()`.
     options
-        The type of a call's options, which have a `reduceOp` and an `asyncOp`.
+        By method the type of a call's options, which have an `asyncOp`, and a `reduceOp` and a `rootRank` if torch's
+        have.
     hash_of_sum
         The hash of the `reduceOp` that is to sum.
     turn
@@ -442,11 +449,12 @@ cdef class DirectSums:
     lock, count
         The group's; the lock, an RLock, is held during a call.
     what
-        `number_of(dtype, n_elements)`: the number by which members recognize such a sum; `timeout_s(options)`;
-        `start_deferred()`; `look(began_ns)`: called while a call waits for long; `end(status, began_ns, dtype,
-        n_elements)`: called after that, or if a call has failed, whose error it raises; `failed(error, dtype,
-        n_elements)`: returns what to raise, with its cause; `close()`: called after a call, also one that has failed,
-        if `refuses` was set meanwhile: closes the group if that was to be closed.
+        `known(operation, dtype, sizes, root)`: (the number by which members recognize such a call, its text);
+        `timeout_s(options)`; `start_deferred()`; `look(began_ns)`: called while a call waits for long; `end(status,
+        began_ns, text)`: called after that, or if a call has failed, whose error it raises; `failed(error, text)`:
+        returns what to raise, with its cause; `require(place, offered, wanted)`: raises if these bytes differ;
+        `close()`: called after a call, also one that has failed, if `refuses` was set meanwhile: closes the group if
+        that was to be closed.
 
     Raises
     ------
@@ -456,130 +464,348 @@ cdef class DirectSums:
 
     cdef Channel channel
     cdef bps_port *native
-    cdef dict deferred
-    cdef object port, kind, options, turn, what, looks, acquire, release
+    cdef dict deferred, known
+    cdef object port, kind, turn, what, looks, acquire, release, opts
+    cdef object of_sum, of_reduce, of_broadcast, of_gather, of_scatter, of_all_to_all, of_barrier
     cdef CallCount count
     cdef Py_hash_t hash_of_sum
     cdef const bps_dl_exchange *exchange
+    cdef int places[64]
+    cdef uint64_t began_ns
+    cdef bps_direct_call *call
+    cdef bint has_looked
+    # of the last sum
     cdef bps_direct_sum sum
-    cdef uint64_t number, nbytes, began_ns
+    cdef uint64_t nbytes
     cdef int64_t shape[8]
     cdef int ndim
     cdef uint8_t code, bits
-    cdef object dtype, n_elements, opts
-    cdef bps_direct_call *call
-    cdef bint has_looked
+    cdef tuple known_sum
     #: No call begins any more.
     cdef public bint refuses
     #: Calls that were made here.
-    cdef readonly uint64_t n_sums
+    cdef readonly uint64_t n_calls
 
-    def __cinit__(self, Channel channel not None, port, dict deferred not None, kind, options, Py_hash_t hash_of_sum,
-                  turn, lock, CallCount count not None, what):
-        self.channel, self.deferred, self.kind, self.options, self.turn = channel, deferred, kind, options, turn
-        self.hash_of_sum, self.count, self.what = hash_of_sum, count, what
+    def __cinit__(self, Channel channel not None, port, dict deferred not None, places, kind, dict options not None,
+                  Py_hash_t hash_of_sum, turn, lock, CallCount count not None, what):
+        self.channel, self.deferred, self.kind, self.turn = channel, deferred, kind, turn
+        self.hash_of_sum, self.count, self.what, self.known = hash_of_sum, count, what, {}
+        self.of_sum, self.of_reduce, self.of_broadcast = options["allreduce"], options["reduce"], options["broadcast"]
+        self.of_gather, self.of_scatter = options["allgather"], options["reduce_scatter"]
+        self.of_all_to_all, self.of_barrier = options["alltoall"], options["barrier"]
         self.acquire, self.release = lock.acquire, lock.release
         self.port, self.native = port, <bps_port *>PyCapsule_GetPointer(port.native, "bps_port")
         self.exchange = _exchange(kind)
         self.looks = self._looks
         self.ndim, self.sum.divisor = -1, 1
+        for member, place in enumerate(places):
+            self.places[member] = place
 
-    def all_reduce(self, tensors, opts):
-        """Sum the one of *tensors* of all members in place, if *opts* ask for that and the caller waits.
-
-        Returns False, and does nothing, if the call has to be made by Python.
-        """
+    def allreduce(self, tensors, opts):
+        """Sum the one of *tensors* of all members in place."""
+        cdef bps_direct_work work
         cdef bps_dl_tensor found
         cdef object tensor  # held, whatever becomes of the list: its memory is read and written below
-        if (self.refuses or type(opts) is not self.options or type(tensors) is not list or len(<list>tensors) != 1
-                or self.turn.is_idle is not True or opts.asyncOp is not False
-                or hash(opts.reduceOp) != self.hash_of_sum or self.acquire(False) is not True):
+        if (type(tensors) is not list or len(<list>tensors) != 1 or not self._enter(opts, self.of_sum)):
             return False
-        if self.count.is_inside:
+        bps_direct_prepare(&self.channel.channel, self.nbytes)
+        try:
+            tensor = (<list>tensors)[0]
+            if hash(opts.reduceOp) != self.hash_of_sum or not self._can_sum(tensor, &found):
+                return False
+            work.kind, work.nbytes, work.sum = BPS_DIRECT_SUM, self.nbytes, self.sum
+            work.to = <char *>found.data + found.byte_offset
+            work.from_ = work.to
+            return self._make(&work, self.known_sum, self.nbytes, self.nbytes, opts)
+        finally:
+            self._leave()
+
+    def reduce(self, tensors, opts):
+        """Sum the one of *tensors* of all members into the root's."""
+        cdef bps_direct_work work
+        cdef bps_dl_tensor found
+        cdef int root
+        if (type(tensors) is not list or len(<list>tensors) != 1 or not self._enter(opts, self.of_reduce)):
+            return False
+        try:
+            tensor, root = (<list>tensors)[0], opts.rootRank
+            if (hash(opts.reduceOp) != self.hash_of_sum or not 0 <= root < self.channel.channel.port.n
+                    or not self._view(tensor, &found)):
+                return False
+            work.kind, work.nbytes = BPS_DIRECT_SUM, _nbytes_of(&found)
+            work.from_ = <char *>found.data + found.byte_offset
+            work.to = <char *>work.from_ if self._is_own(root) else NULL
+            return (self._set_sum(&work.sum, &found)
+                    and self._make(&work, self._known_as("reduce", &found, (_n_elements_of(&found),), root), work.nbytes,
+                                   work.nbytes, opts))
+        finally:
+            self._leave()
+
+    def broadcast(self, tensors, opts):
+        """Copy the root's one of *tensors* to the others'."""
+        cdef bps_direct_work work
+        cdef bps_dl_tensor found
+        cdef int root
+        if (type(tensors) is not list or len(<list>tensors) != 1 or not self._enter(opts, self.of_broadcast)):
+            return False
+        try:
+            tensor, root = (<list>tensors)[0], opts.rootRank
+            if opts.rootTensor != 0 or not 0 <= root < self.channel.channel.port.n or not self._view(tensor, &found):
+                return False
+            work.kind, work.root, work.nbytes = BPS_DIRECT_COPY, self.places[root], _nbytes_of(&found)
+            work.to = <char *>found.data + found.byte_offset
+            return self._make(&work, self._known_as("broadcast", &found, (_n_elements_of(&found),), root), work.nbytes,
+                              work.nbytes if self._is_own(root) else 0, opts)
+        finally:
+            self._leave()
+
+    def allgather(self, outputs, inputs, opts):
+        """Copy each member's one of *inputs* to its place in the one list of *outputs*."""
+        if (type(inputs) is not list or len(<list>inputs) != 1 or type(outputs) is not list or len(<list>outputs) != 1
+                or type((<list>outputs)[0]) is not list):
+            return False
+        return self._gather(tuple((<list>outputs)[0]), None, (<list>inputs)[0], opts)
+
+    def all_gather_single(self, output, tensor, opts):
+        """The same, with all outputs in one tensor."""
+        return self._gather((), output, tensor, opts)
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        """Sum of all members' one list of *inputs* each member's tensor into its one of *outputs*."""
+        if (type(outputs) is not list or len(<list>outputs) != 1 or type(inputs) is not list or len(<list>inputs) != 1
+                or type((<list>inputs)[0]) is not list):
+            return False
+        return self._scatter((<list>outputs)[0], tuple((<list>inputs)[0]), None, opts)
+
+    def reduce_scatter_single(self, output, tensor, opts):
+        """The same, with all inputs in one tensor."""
+        return self._scatter(output, (), tensor, opts)
+
+    def alltoall(self, outputs, inputs, opts):
+        """Copy the j-th of *inputs* of member i to the i-th of *outputs* of member j."""
+        if type(outputs) is not list or type(inputs) is not list:
+            return False
+        return self._exchange(tuple(outputs), None, tuple(inputs), None, opts)
+
+    def all_to_all_single(self, output, tensor, output_splits, input_splits, opts):
+        """The same, with all outputs and inputs in one tensor, in equal parts."""
+        if output_splits or input_splits:
+            return False
+        return self._exchange((), output, (), tensor, opts)
+
+    def barrier(self, opts):
+        """Wait for all members."""
+        cdef bps_direct_work work
+        if not self._enter(opts, self.of_barrier):
+            return False
+        try:
+            work.kind = BPS_DIRECT_BARRIER
+            return self._make(&work, self._known_as("barrier", NULL, (), -1), 0, 0, opts)
+        finally:
+            self._leave()
+
+    # -- their parts -----------------------------------------------------------------------------------------------
+
+    cdef bint _gather(self, tuple outputs, whole, tensor, opts) except -1:
+        cdef bps_direct_work work
+        cdef bps_dl_tensor own
+        cdef bps_direct_gather *gather = &work.gather
+        if not self._enter(opts, self.of_gather):
+            return False
+        try:
+            if not self._view(tensor, &own) or not self._views(outputs, whole, &own, gather.places, gather.nbytes):
+                return False
+            work.kind, gather.own = BPS_DIRECT_GATHER, <char *>own.data + own.byte_offset
+            nbytes = _nbytes_of(&own)
+            if gather.nbytes[self.channel.channel.port.me] != nbytes:
+                return False
+            sizes = self._sizes(gather.nbytes)
+            return self._make(&work, self._known_as("all_gather", &own, sizes, -1), sum(sizes), nbytes, opts)
+        finally:
+            self._leave()
+
+    cdef bint _scatter(self, output, tuple inputs, whole, opts) except -1:
+        cdef bps_direct_work work
+        cdef bps_dl_tensor own
+        cdef bps_direct_scatter *scatter = &work.scatter
+        if not self._enter(opts, self.of_scatter):
+            return False
+        try:
+            if (hash(opts.reduceOp) != self.hash_of_sum or not self._view(output, &own)
+                    or not self._views(inputs, whole, &own, <char **>scatter.from_, scatter.nbytes)
+                    or not self._set_sum(&work.sum, &own)):
+                return False
+            work.kind, scatter.to = BPS_DIRECT_SCATTER, <char *>own.data + own.byte_offset
+            if scatter.nbytes[self.channel.channel.port.me] != _nbytes_of(&own):
+                return False
+            sizes = self._sizes(scatter.nbytes)
+            nbytes = sum(sizes)
+            return self._make(&work, self._known_as("reduce_scatter", &own, sizes, -1), nbytes, nbytes, opts)
+        finally:
+            self._leave()
+
+    cdef bint _exchange(self, tuple outputs, output, tuple inputs, whole, opts) except -1:
+        cdef bps_direct_work work
+        cdef bps_dl_tensor first
+        cdef bps_direct_pieces *pieces = &work.pieces
+        if not self._enter(opts, self.of_all_to_all):
+            return False
+        try:
+            if output is not None and not (self._is_even(output) and self._is_even(whole)):
+                return False
+            if (not self._view(output if output is not None else outputs[0] if outputs else None, &first)
+                    or not self._views(outputs, output, &first, pieces.to, pieces.wanted)
+                    or not self._views(inputs, whole, &first, <char **>pieces.from_, pieces.given)):
+                return False
+            work.kind = BPS_DIRECT_PIECES
+            given = sum(self._sizes(pieces.given))
+            return self._make(&work, self._known_as("all_to_all", NULL, (), -1),
+                              given + sum(self._sizes(pieces.wanted)), given, opts)
+        finally:
+            self._leave()
+
+    cdef bint _is_own(self, int root) noexcept:
+        return self.places[root] == self.channel.channel.port.me
+
+    cdef tuple _sizes(self, const uint64_t *nbytes):
+        """Return *nbytes*, which are by place, by member."""
+        return tuple([nbytes[self.places[i]] for i in range(self.channel.channel.port.n)])
+
+    cdef bint _views(self, tuple tensors, whole, const bps_dl_tensor *like, char **at, uint64_t *nbytes) except -1:
+        """Read a tensor for each member, or one, *whole*, in equal parts; return whether that can be done here."""
+        cdef bps_dl_tensor found
+        cdef int i, n = self.channel.channel.port.n
+        cdef uint64_t part
+        if whole is not None:
+            if not self._view(whole, &found) or found.code != like.code or found.bits != like.bits:
+                return False
+            part = _n_elements_of(&found)
+            if part % n != 0:
+                return False
+            part = part // n * (found.bits // 8)
+            for i in range(n):
+                at[self.places[i]] = <char *>found.data + found.byte_offset + i * part
+                nbytes[self.places[i]] = part
+            return True
+        if len(tensors) != n:
+            return False
+        for i in range(n):
+            if not self._view(tensors[i], &found) or found.code != like.code or found.bits != like.bits:
+                return False
+            at[self.places[i]] = <char *>found.data + found.byte_offset
+            nbytes[self.places[i]] = _nbytes_of(&found)
+        return True
+
+    cdef bint _is_even(self, x) except -1:
+        """Whether the first dimension of *x* has equal parts for all members."""
+        cdef bps_dl_tensor found
+        return self._view(x, &found) and found.ndim > 0 and found.shape[0] % self.channel.channel.port.n == 0
+
+    cdef bint _enter(self, opts, kind) except -1:
+        """Take the lock for a call; return whether one can be made here, of whose options *kind* is the type."""
+        if (self.refuses or type(opts) is not kind or self.turn.is_idle is not True or opts.asyncOp is not False
+                or self.acquire(False) is not True):
+            return False
+        if (self.count.is_inside or self.channel.busy or self.channel.refuses or self.channel.is_broken
+                or not self.channel.open):
             self.release()
             return False
         self.count.is_inside = True
-        if self.channel.open:
-            bps_direct_prepare(&self.channel.channel, self.nbytes)
-        try:
-            tensor = (<list>tensors)[0]
-            if not self._can(tensor, &found):
-                return False
-            if self.deferred:
-                try:
-                    self.what.start_deferred()
-                except Exception:
-                    return False  # Python makes the call, and raises what its caller knows
-            if self.refuses or self.channel.refuses:  # since other threads have run
-                return False
-            self.count.n += 1
-            self.n_sums += 1
-            self._sum(<char *>found.data + found.byte_offset, opts)
-        finally:
-            self.count.is_inside = False
-            self.release()
-            if self.refuses:
-                self.what.close()
         return True
 
-    cdef bint _can(self, x, bps_dl_tensor *found) except -1:
-        """Whether *x* can be summed here now; under the lock, because it prepares for tensors like *x*."""
-        if (type(x) is not self.kind or self.channel.busy or self.channel.refuses or self.channel.is_broken
-                or not self.channel.open):
+    cdef int _leave(self) except -1:
+        self.count.is_inside = False
+        self.release()
+        if self.refuses:
+            self.what.close()
+        return 0
+
+    cdef bint _view(self, x, bps_dl_tensor *found) except -1:
+        """Read a tensor; return whether it has bytes, which follow each other, of a dtype in `DTYPES`, on the CPU."""
+        if type(x) is not self.kind:
             return False
         if self.exchange.view(<void *>x, found) != 0:
             PyErr_Clear()
             return False
-        if not bps_dl_is(found, self.code, self.bits, self.shape, self.ndim) and not (
-                self._learn(found) and bps_dl_is(found, self.code, self.bits, self.shape, self.ndim)):
-            return False
-        return x.is_neg() is False
+        return (bps_dl_is(found, found.code, found.bits, found.shape, found.ndim) and _n_elements_of(found) != 0
+                and (found.code, found.bits) in _NAMES and x.is_neg() is False)
 
-    cdef bint _learn(self, const bps_dl_tensor *tensor) except -1:
-        """Prepare for tensors like *tensor*; return whether they can be summed."""
+    cdef bint _set_sum(self, bps_direct_sum *sum, const bps_dl_tensor *tensor) except -1:
+        sum.divisor = 1
+        sum.kernel = bps_sum_kernel_of(DTYPES.index(_NAMES[tensor.code, tensor.bits]), 0, bps_sum_level())
+        return True
+
+    cdef tuple _known_as(self, str operation, const bps_dl_tensor *tensor, tuple sizes, int root):
+        """Return the number and the text of a call."""
+        key = operation, 0 if tensor == NULL else tensor.code << 8 | tensor.bits, sizes, root
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            name = "" if tensor == NULL else _NAMES[tensor.code, tensor.bits]
+            found = self.known[key] = self.what.known(operation, name, sizes, root)
+        return <tuple>found
+
+    cdef bint _can_sum(self, x, bps_dl_tensor *found) except -1:
+        """Whether *x* can be summed here; under the lock, because it prepares for tensors like *x*."""
         cdef int i
-        if tensor.lanes != 1 or tensor.ndim > 8:
+        if self.ndim >= 0 and type(x) is self.kind:
+            if self.exchange.view(<void *>x, found) != 0:
+                PyErr_Clear()
+                return False
+            if bps_dl_is(found, self.code, self.bits, self.shape, self.ndim):
+                return x.is_neg() is False
+        if not self._view(x, found) or found.ndim > 8:
             return False
-        name = _NAMES.get((tensor.code, tensor.bits))
-        if name is None:
-            return False
-        n_elements, self.ndim = 1, -1  # no tensor is like that one, should the next call raise
-        for i in range(tensor.ndim):
-            n_elements *= tensor.shape[i]
-        self.number = self.what.number_of(name, n_elements)
-        for i in range(tensor.ndim):
-            self.shape[i] = tensor.shape[i]
-        self.code, self.bits, self.ndim = tensor.code, tensor.bits, tensor.ndim
-        self.dtype, self.n_elements = name, n_elements
-        self.nbytes = n_elements * (tensor.bits // 8)
-        self.sum.kernel = bps_sum_kernel_of(DTYPES.index(name), 0, bps_sum_level())
-        return self.nbytes != 0
+        self.ndim = -1  # no tensor is like that one, should the next call raise
+        n_elements = _n_elements_of(found)
+        self.known_sum = self._known_as("all_reduce", found, (n_elements,), -1)
+        self._set_sum(&self.sum, found)
+        for i in range(found.ndim):
+            self.shape[i] = found.shape[i]
+        self.nbytes = _nbytes_of(found)
+        self.code, self.bits, self.ndim = found.code, found.bits, found.ndim
+        return True
 
-    cdef int _sum(self, char *at, opts) except -1:
+    cdef bint _make(self, bps_direct_work *work, tuple known, uint64_t moved_nbytes, uint64_t nbytes, opts) except -1:
+        """Make a call that is *known*, and to which this member gives *nbytes*; return False if Python has to do that."""
         cdef bps_direct_call call
         cdef Channel channel = self.channel
-        cdef bint keeps_gil = self.nbytes <= KEEPS_GIL_NBYTES
-        cdef int status
+        cdef bint keeps_gil = moved_nbytes <= KEEPS_GIL_NBYTES
+        cdef int status, r
+        if self.deferred:
+            try:
+                self.what.start_deferred()
+            except Exception:
+                return False  # Python makes the call, and raises what its caller knows
+        if self.refuses or channel.refuses:  # since other threads have run
+            return False
+        self.count.n += 1
+        self.n_calls += 1
         try:
             self.began_ns, self.has_looked = bps_now_ns(), False
-            self.sum.call = self.number ^ (self.count.n * CALL_FACTOR)
+            work.sum.call = <uint64_t>known[0] ^ (self.count.n * CALL_FACTOR)
             channel._begin(&call, UINT64_MAX, self.looks, keeps_gil)
             call.slice_ns = FIRST_LOOK_NS
             self.opts, self.call = opts, &call
-            status = channel._all_reduce(at, at, self.nbytes, &self.sum, &call, keeps_gil)
+            status = channel._do(work, &call, keeps_gil)
             self.opts = None
-            _note(self.native, NO_PART, 0, self.nbytes, self.began_ns, status == BPS_DIRECT_DONE)
+            _note(self.native, NO_PART, 0, nbytes, self.began_ns, status == BPS_DIRECT_DONE)
             if status != BPS_DIRECT_DONE:
-                self.what.end(status, self.began_ns, self.dtype, self.n_elements)
+                self.what.end(status, self.began_ns, known[1])
+            if work.kind == BPS_DIRECT_PIECES:
+                for r in range(channel.channel.port.n):
+                    if work.pieces.offered[r] != work.pieces.wanted[r]:
+                        self.what.require(r, work.pieces.offered[r], work.pieces.wanted[r])
         except BaseException as exc:
             self.opts = None
-            failure = self.what.failed(exc, self.dtype, self.n_elements)
+            failure = self.what.failed(exc, known[1])
             if failure is exc:
                 raise
             raise failure
-        if self.has_looked:  # last: an interrupt in it is one after a sum that all members have
-            self.what.end(status, self.began_ns, self.dtype, self.n_elements)
-        return 0
+        if self.has_looked:  # last: an interrupt in it is one after a call that all members have made
+            self.what.end(status, self.began_ns, known[1])
+        return True
 
     def _looks(self):
         """Look at other things while a call waits. The first time read its timeout, which few calls need."""
@@ -590,3 +816,18 @@ cdef class DirectSums:
             return
         self.has_looked = True
         self.what.look(self.began_ns)
+
+
+#: So many different calls of a group are kept in mind.
+cdef int MOST_KNOWN = 1024
+
+
+cdef uint64_t _n_elements_of(const bps_dl_tensor *tensor) noexcept:
+    cdef uint64_t n = 1
+    for i in range(tensor.ndim):
+        n *= <uint64_t>tensor.shape[i]
+    return n
+
+
+cdef uint64_t _nbytes_of(const bps_dl_tensor *tensor) noexcept:
+    return _n_elements_of(tensor) * (tensor.bits // 8)

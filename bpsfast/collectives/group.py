@@ -27,7 +27,7 @@ from ..orchestration.errors import (
     UnsupportedError,
 )
 from ..orchestration.placement.partition import OPS
-from ..pyx.direct import DONE, MOST_RANKS, CallCount, DirectSums
+from ..pyx.direct import DONE, MOST_RANKS, CallCount, DirectCalls
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.guarded_port import LATER_S
@@ -44,10 +44,11 @@ _CALL_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
-class _SumsAtOnce:
-    """What the sums of `Group.sums_at_once` leave to Python (`pyx.direct.DirectSums`)."""
+class _CallsAtOnce:
+    """What the calls of `Group.calls_at_once` leave to Python (`pyx.direct.DirectCalls`)."""
 
     def __init__(self, group: Group, channel: MachineChannel, timeout_s: Callable[[Any], float],
                  failed: Callable[[BaseException], BaseException]) -> None:
@@ -55,27 +56,28 @@ class _SumsAtOnce:
         self._timeout_of, self._failed = timeout_s, failed
         self._timeout_s = group.timeout_s
         self._waits = channel.waits(lambda: group._count.n, lambda: self._timeout_s, group._require_open)
-        self.look = self._waits.look
+        self.look, self.require = self._waits.look, channel.require
         self.start_deferred = group.session.port.start_deferred
 
     def close(self) -> None:
         if self._group._closed:
             self._group.close()
 
-    def number_of(self, dtype: str, n_elements: int) -> int:
-        return number_of(sum_text(dtype, (n_elements,)))
+    def known(self, operation: str, dtype: str, sizes: tuple[int, ...], root: int) -> tuple[int, str]:
+        text = call_text(operation, dtype, sizes, root=root)
+        return number_of(text), text
 
     def timeout_s(self, options: Any) -> float:
         self._timeout_s = self._timeout_of(options)
         return self._timeout_s + LATER_S
 
-    def end(self, status: int, began_ns: int, dtype: str, n_elements: int) -> None:
+    def end(self, status: int, began_ns: int, text: str) -> None:
         self._waits.end(status, began_ns)
-        self._group._check(sum_text(dtype, (n_elements,)), status == DONE)
+        self._group._check(text, status == DONE)
 
-    def failed(self, error: BaseException, dtype: str, n_elements: int) -> BaseException:
+    def failed(self, error: BaseException, text: str) -> BaseException:
         self._waits.failed(error)
-        failure = self._group._break(error, sum_text(dtype, (n_elements,)))
+        failure = self._group._break(error, text)
         if failure is not error:
             failure.__cause__ = error
         return self._failed(failure)
@@ -107,8 +109,8 @@ class Group:
         self._is_direct = (session.n_nodes == 1 and 1 < self.size <= MOST_RANKS and session.settings.sums == "on"
                            and session.settings.direct_sums == "auto")
         self._machine_channel: MachineChannel | None = None
-        self._sums: DirectSums | None = None
-        self._n_sums_before = 0  # of sums that are closed
+        self._at_once: DirectCalls | None = None
+        self._n_calls_before = 0  # by objects that are closed
         self._unreadable: set[type] = set()  # tensors that only Python can read
         self._lock = threading.RLock()  # reentrant: a call by a signal handler raises, and does not wait for itself
         self._channel = zlib.crc32(name.encode())
@@ -128,35 +130,35 @@ class Group:
         """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
         self._check_op(op)
         _check_size(x, out)
-        self._run(sum_text(x.dtype, x.shape, op), x.dtype, op, [Load(x.address, out.address, x.nbytes)])
+        self._run(call_text("all_reduce", x.dtype, x.shape, op), x.dtype, op, [Load(x.address, out.address, x.nbytes)])
 
     def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
         """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
         self._check_op(op)
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
-        self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op, [Load(x.address, destination, x.nbytes)])
+        self._run(call_text("reduce", x.dtype, x.shape, op, root), x.dtype, op, [Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
         """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
         self._check_op(op)
         self._check_number(xs)
         _check_size(xs[self.rank], out)
-        self._run(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
+        self._run(call_text("reduce_scatter", out.dtype, [x.nbytes for x in xs], op), out.dtype, op,
                   [Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
 
     def broadcast(self, x: TensorInput, root: int) -> None:
         """Overwrite *x* by that of the *root*-th member."""
         self._check_root(root)
         is_root = root == self.rank
-        self._run(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
+        self._run(call_text("broadcast", x.dtype, x.shape, root=root), *_BYTES,
                   [Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes, root)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
         """Put *x* of the i-th member into the i-th of *outs* of all, whose sizes all know; the own one may be *x*."""
         self._check_number(outs)
         _check_size(x, outs[self.rank])
-        self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
+        self._run(call_text("all_gather", x.dtype, [out.nbytes for out in outs]), *_BYTES,
                   [Load(x.address, 0 if out.address == x.address else out.address, out.nbytes, i) if i == self.rank
                    else Load(0, out.address, out.nbytes, i) for i, out in enumerate(outs)])
 
@@ -217,8 +219,8 @@ class Group:
         A call under way in another thread fails within a second, unless it completes before.
         """
         self._closed = True
-        if self._sums is not None:
-            self._sums.refuses = True
+        if self._at_once is not None:
+            self._at_once.refuses = True
         if self.session.pid != os.getpid() or not self._lock.acquire(blocking=False):
             return  # the call under way closes the group at its end
         try:
@@ -230,7 +232,7 @@ class Group:
             if self._machine_channel is not None and not self.session.closed:
                 self._machine_channel.close(retires=self._broken is None)
                 self._machine_channel = None
-            self._n_sums_before, self._sums = self.n_sums_at_once, None
+            self._n_calls_before, self._at_once = self.n_calls_at_once, None
             self._streams.clear()
         finally:
             self._lock.release()
@@ -301,8 +303,8 @@ class Group:
 
     def _break(self, error: BaseException, text: str) -> BaseException:
         """Note that the call *text* has failed with *error*; return what to raise."""
-        if self._sums is not None:
-            self._sums.refuses = True
+        if self._at_once is not None:
+            self._at_once.refuses = True
         self._broken = error if isinstance(error, MismatchError) else ClosedError(
             f"group {self.name!r} cannot be used any more: its call {self._count.n} ({text}) failed "
             f"on rank {self.session.rank} ({type(error).__name__}: {error})")
@@ -328,33 +330,33 @@ class Group:
             units.append(stream.unit)
         self._check(text, self._go(descriptors, units))
 
-    def sums_at_once(self, kind: type, options: type, hash_of_sum: int, turn: object,
-                     timeout_s: Callable[[Any], float], failed: Callable[[BaseException], BaseException]
-                     ) -> DirectSums | None:
-        """Return what does `all_reduce` by sum in the least time, for tensors of type *kind* (`pyx.direct.DirectSums`).
+    def calls_at_once(self, kind: type, options: dict[str, type], hash_of_sum: int, turn: object,
+                      timeout_s: Callable[[Any], float], failed: Callable[[BaseException], BaseException]
+                      ) -> DirectCalls | None:
+        """Return what makes calls of tensors of type *kind* in the least time (`pyx.direct.DirectCalls`).
 
-        Members may call either. None: the members do not sum directly, have made no call yet, are in one, or such
-        tensors have to be read by Python. *timeout_s* returns the timeout in a call's options, *failed* what to raise
-        for an error.
+        Members may make a call either way. None: the members do not sum directly, have made no call yet, are in one, or
+        such tensors have to be read by Python. *timeout_s* returns the timeout in a call's options, *failed* what to
+        raise for an error.
         """
         if self._machine_channel is None or kind in self._unreadable or not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._sums is None and self._broken is None and not self._closed and not self._count.is_inside:
-                what = _SumsAtOnce(self, self._machine_channel, timeout_s, failed)
-                self._sums = self._machine_channel.direct_sums(kind, options, hash_of_sum, turn, self._lock,
-                                                               self._count, what)
+            if self._at_once is None and self._broken is None and not self._closed and not self._count.is_inside:
+                what = _CallsAtOnce(self, self._machine_channel, timeout_s, failed)
+                self._at_once = self._machine_channel.direct_calls(kind, options, hash_of_sum, turn, self._lock,
+                                                                   self._count, what)
         except TypeError:
             self._unreadable.add(kind)
             return None
         finally:
             self._release()
-        return self._sums
+        return self._at_once
 
     @property
-    def n_sums_at_once(self) -> int:
-        """How many calls the sums of `sums_at_once` have made."""
-        return self._n_sums_before + (self._sums.n_sums if self._sums is not None else 0)
+    def n_calls_at_once(self) -> int:
+        """How many calls were made by what `calls_at_once` returns."""
+        return self._n_calls_before + (self._at_once.n_calls if self._at_once is not None else 0)
 
     def _direct_channel(self) -> MachineChannel | None:
         """Return the channel of the members' direct calls; None: they make none."""
@@ -441,9 +443,19 @@ class Group:
             raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
 
 
-def sum_text(dtype: str, shape: tuple[int, ...], op: str = "sum") -> str:
-    """Return what an all-reduce is called in errors, and by what members recognize it."""
-    return f"all_reduce {op} {dtype} {shape}"
+def call_text(operation: str, dtype: str = "", sizes: Sequence[int] = (), op: str = "sum", root: int = -1) -> str:
+    """Return what a call is called in errors, and by what members recognize it.
+
+    *sizes*: the shape of the one tensor, or the bytes of each member's.
+    """
+    words = [operation]
+    if operation in _REDUCTIONS:
+        words.append(op)
+    if dtype:
+        words += [dtype, str(tuple(sizes))]
+    if root >= 0:
+        words.append(f"{'from' if operation == 'broadcast' else 'to'} {root}")
+    return " ".join(words)
 
 
 def _pieces(load: Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, Load]]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from ..orchestration.errors import MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx import direct
-from ..pyx.port import copy
 from ..trainer.guarded_port import DirectWaits
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput
@@ -22,8 +21,6 @@ from ..trainer.unit import Unit
 Call = Callable[[float, Callable[[], None]], int]
 
 _MASK = (1 << 64) - 1
-#: Numbers of the loads of one call lie so far apart.
-_NEXT = 0x9E3779B97F4A7C15
 
 
 class Load(NamedTuple):
@@ -64,9 +61,15 @@ class MachineChannel:
         self._place = [self._ranks.index(rank) for rank in ranks]
         self._me = self._ranks.index(session.rank)
 
-    def direct_sums(self, *arguments: Any) -> direct.DirectSums:
-        """Return `run` of all-reduces, in C; *arguments*: those of `pyx.direct.DirectSums` from *kind* on."""
-        return self._session.port.direct_sums(self._channel, *arguments)
+    def direct_calls(self, *arguments: Any) -> direct.DirectCalls:
+        """Return `run` and `exchange` in C; *arguments*: those of `pyx.direct.DirectCalls` from *kind* on."""
+        return self._session.port.direct_calls(self._channel, self._place, *arguments)
+
+    def require(self, place: int, offered_nbytes: int, wanted_nbytes: int) -> None:
+        """Raise `MismatchError` if the rank at *place* has sent another number of bytes than is expected here."""
+        if offered_nbytes != wanted_nbytes:
+            raise MismatchError(f"rank {self._ranks[place]} has sent {offered_nbytes} bytes, {wanted_nbytes} were "
+                                "expected")
 
     def waits(self, number: Callable[[], int], timeout_s: Callable[[], float], check: Callable[[], None]
               ) -> DirectWaits:
@@ -77,29 +80,14 @@ class MachineChannel:
             check: Callable[[], None]) -> bool:
         """Carry out *loads* of call *number*; return whether all members make the same call, which *text* describes.
 
-        *op*: "avg" or one of `partition.OPS`; of loads with a root it does not count. *check* is called while it waits,
-        and may raise. Raises as `GuardedPort.wait`.
+        *loads*: none, one, or one for each member, which is that from its own memory, or to it. *op*: "avg" or one of
+        `partition.OPS`; of loads with a root it does not count. *check* is called while it waits, and may raise. Raises
+        as `GuardedPort.wait`.
         """
-        loads = [load for load in loads if load.nbytes]
-        channel, what = self._channel, number_of(text) ^ (number * direct.CALL_FACTOR_OF_GROUPS & _MASK)
-
-        def do(call: Call, nbytes: int) -> bool:
-            return self._session.port.call_directly(channel, call, self._unit, self._ranks, number, timeout_s, check,
-                                                    nbytes)
-
-        if not loads:
-            return do(lambda left_s, look: channel.barrier(what, left_s, look), 0)
-        roots = [self._place[load.root] if load.root >= 0 else -1 for load in loads]
-        if roots == list(range(len(self._ranks))) and all(load.nbytes <= channel.cell_nbytes for load in loads):
-            addresses, sizes = [load.destination for load in loads], [load.nbytes for load in loads]
-            own = loads[self._me]
-            return do(lambda left_s, look: channel.all_gather(addresses, sizes, own.source, what, left_s, look),
-                      own.nbytes)
-        for load in loads:
-            if not do(self._of(load, what, dtype, op), load.nbytes if load.source else 0):
-                return False
-            what = what + _NEXT & _MASK
-        return True
+        what = number_of(text) ^ (number * direct.CALL_FACTOR_OF_GROUPS & _MASK)
+        given = sum(load.nbytes for load in loads if load.source)
+        return self._session.port.call_directly(self._channel, self._of(loads, what, dtype, op), self._unit, self._ranks,
+                                                number, timeout_s, check, given)
 
     def exchange(self, text: str, number: int, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput],
                  timeout_s: float, check: Callable[[], None]) -> bool:
@@ -117,24 +105,37 @@ class MachineChannel:
                 channel, lambda left_s, look: channel.all_to_all(sources, destinations, offered, what, left_s, look),
                 self._unit, self._ranks, number, timeout_s, check, sum(nbytes for _, nbytes in sources)):
             return False
-        for rank, nbytes, (_, wanted) in zip(self._ranks, offered, destinations):
-            if nbytes != wanted:
-                raise MismatchError(f"rank {rank} has sent {nbytes} bytes, {wanted} were expected")
+        for place, (nbytes, (_, wanted)) in enumerate(zip(offered, destinations)):
+            self.require(place, nbytes, wanted)
         return True
 
-    def _of(self, load: Load, what: int, dtype: str, op: str) -> Call:
-        """Return the channel's call for one load."""
-        channel = self._channel
-        if load.root < 0:
-            divisor = len(self._ranks) if op == "avg" else 1
-            kind = direct.DTYPES.index(dtype), direct.OPS.index("sum" if op == "avg" else op)
-            places = load.destination, load.source, load.nbytes
+    def _of(self, loads: Sequence[Load], what: int, dtype: str, op: str) -> Call:
+        """Return the channel's call for *loads*."""
+        channel, first = self._channel, loads[0] if loads else None
+        divisor = len(self._ranks) if op == "avg" else 1
+        if first is None or not any(load.nbytes for load in loads):
+            return lambda left_s, look: channel.barrier(what, left_s, look)
+        if first.root >= 0 and len(loads) == 1:
+            root = self._place[first.root]
+            address = first.source if root == self._me else first.destination
+            return lambda left_s, look: channel.broadcast(root, address, first.nbytes, what, left_s, look)
+        if first.root >= 0:
+            by_place = self._by_place(loads)
+            addresses, sizes = [load.destination for load in by_place], [load.nbytes for load in by_place]
+            own = by_place[self._me].source
+            return lambda left_s, look: channel.all_gather(addresses, sizes, own, what, left_s, look)
+        kind = direct.DTYPES.index(dtype), direct.OPS.index("sum" if op == "avg" else op)
+        if len(loads) == 1:
+            places = first.destination, first.source, first.nbytes
             return lambda left_s, look: channel.all_reduce(*places, *kind, divisor, what, left_s, look)
-        root = self._place[load.root]
-        if root == self._me and load.destination and load.destination != load.source:
-            copy(load.destination, load.source, load.nbytes)
-        address = load.source if root == self._me else load.destination
-        return lambda left_s, look: channel.broadcast(root, address, load.nbytes, what, left_s, look)
+        by_place = self._by_place(loads)
+        sources = [(load.source, load.nbytes) for load in by_place]
+        to = by_place[self._me].destination
+        return lambda left_s, look: channel.reduce_scatter(sources, to, *kind, divisor, what, left_s, look)
+
+    def _by_place(self, loads: Sequence[Load]) -> list[Load]:
+        """Return *loads*, which are one for each member, in the order of the channel's ranks."""
+        return [load for _, load in sorted(zip(self._place, loads, strict=True), key=lambda pair: pair[0])]
 
     def close(self, retires: bool) -> None:
         """Close the channel; *retires*: and free its memory once all members do that. No call may be under way."""

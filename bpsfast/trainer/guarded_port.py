@@ -16,7 +16,7 @@ import numpy as np
 from ..base.end_reports import report
 from ..orchestration.errors import BpsError, ProtocolError, StallError, error_of
 from ..orchestration.messages import StallAnswer
-from ..pyx.direct import DIFFERENT as DIFFERENT_CALL, Channel, DirectSums, DirectTensor, Rounds
+from ..pyx.direct import DIFFERENT as DIFFERENT_CALL, Channel, DirectCalls, DirectTensor, Rounds
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .chunk_descriptors import Array, PartitionedUnit
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
@@ -194,9 +194,9 @@ class GuardedPort:
             raise
         return outcome == DONE
 
-    def direct_sums(self, channel: Channel, *arguments: Any) -> DirectSums:
-        """Return the sums of a group in *channel*; *arguments*: the further ones of `pyx.direct.DirectSums`."""
-        return DirectSums(channel, self._port, self._deferred, *arguments)
+    def direct_calls(self, channel: Channel, *arguments: Any) -> DirectCalls:
+        """Return the calls of a group in *channel*; *arguments*: the further ones of `pyx.direct.DirectCalls`."""
+        return DirectCalls(channel, self._port, self._deferred, *arguments)
 
     def _stall_timer(self, timeout_s: float, spent_s: float = 0.0) -> StallTimer:
         return StallTimer(self._me, timeout_s, self._stall_query, self._inspector, spent_s=spent_s)

@@ -96,7 +96,7 @@ def random_calls(seed: int, n_calls: int, most_nbytes: int) -> Callable[[direct.
     def calls(channel: direct.Channel, me: int, n: int) -> None:
         draw = random.Random(seed)
         for number in range(n_calls):
-            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "all_to_all", "barrier"))
+            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
             nbytes = int(2 ** draw.uniform(0, np.log2(most_nbytes)))
             root, offset, in_place, late = draw.randrange(n), draw.randrange(64), draw.random() < 0.5, draw.randrange(n)
             if late == me and number % 7 == 0:
@@ -120,12 +120,29 @@ def random_calls(seed: int, n_calls: int, most_nbytes: int) -> Callable[[direct.
                 assert channel.broadcast(root, x.ctypes.data, x.nbytes, number, 30.0) == direct.DONE
                 assert np.array_equal(x, theirs)
             elif kind == "all_gather":
-                sizes = [draw.randrange(channel.cell_nbytes + 1) for _ in range(n)]
+                most = nbytes if most_nbytes > 256 << 10 and number % 2 else channel.cell_nbytes
+                sizes = [draw.choice((0, draw.randrange(most + 1))) for _ in range(n)]
                 xs = [bits(seed + 17 * number + rank, "uint8", size) for rank, size in enumerate(sizes)]
                 outs = [np.zeros_like(x) for x in xs]
                 wanted = [out.ctypes.data if rank != me or in_place else 0 for rank, out in enumerate(outs)]
                 assert channel.all_gather(wanted, sizes, xs[me].ctypes.data, number, 30.0) == direct.DONE
                 assert all(np.array_equal(x, out) for rank, (x, out) in enumerate(zip(xs, outs)) if wanted[rank])
+            elif kind == "reduce_scatter" and most_nbytes > 256 << 10:
+                name = draw.choice(direct.DTYPES)
+                op = draw.choice(FLOAT_OPS if TABLE[name].is_float else INTEGER_OPS)
+                average = op == "sum" and draw.random() < 0.4
+                sizes = [draw.choice((0, draw.randrange(1 + nbytes // TABLE[name].itemsize))) for _ in range(n)]
+                xs = [[bits(seed + 31 * number + rank + 7 * to, name, size) for to, size in enumerate(sizes)]
+                      for rank in range(n)]
+                own = [at_an_odd_address(x, offset) for x in xs[me]]
+                out = own[me] if in_place else np.empty_like(own[me])
+                status = channel.reduce_scatter(
+                    [(x.ctypes.data if x.nbytes else 0, x.nbytes) for x in own], out.ctypes.data,
+                    direct.DTYPES.index(name), direct.OPS.index(op), n if average else 1, number, 30.0)
+                assert status == direct.DONE
+                wanted = expected([row[me] for row in xs], op, average) if sizes[me] else out
+                assert out.tobytes() == wanted.tobytes(), (number, name, op, average, sizes)
+                assert all(x.tobytes() == xs[me][to].tobytes() for to, x in enumerate(own) if to != me or not in_place)
             elif kind == "all_to_all" and most_nbytes > 256 << 10:
                 sizes = [[int(2 ** draw.uniform(0, np.log2(nbytes))) if draw.random() < 0.7 else 0 for _ in range(n)]
                          for _ in range(n)]
@@ -335,6 +352,10 @@ def test_memory_that_is_too_small_and_ranks_that_are_none_are_refused():
         channel.all_reduce(1, 1, 65, 0, 0, 1, 1, 1.0)
     with pytest.raises(ValueError, match="this channel is for sums of 64 bytes"):
         channel.all_to_all([(0, 0)] * 2, [(0, 0)] * 2, [], 1, 1.0)
+    with pytest.raises(ValueError, match="this channel is for sums of 64 bytes"):
+        channel.all_gather([0, 0], [65, 0], 0, 1, 1.0)
+    with pytest.raises(ValueError, match="this channel is for sums of 64 bytes"):
+        channel.reduce_scatter([(0, 0)] * 2, 0, 0, 0, 1, 1, 1.0)
     with pytest.raises(ValueError, match="no sum of dtype 0 by op 4"):
         channel.all_reduce(1, 1, 64, 0, direct.OPS.index("band"), 1, 1, 1.0)
 

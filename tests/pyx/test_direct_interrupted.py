@@ -173,16 +173,17 @@ def test_a_tensor_is_held_while_it_is_summed():
         is_idle = True
 
     class What(Waits):
-        def number_of(self, _dtype, _n):
-            return 5
+        def known(self, operation, dtype, sizes, root):
+            assert (operation, dtype, sizes, root) == ("all_reduce", "float32", (4000,), -1)
+            return 5, "a sum"
 
         def timeout_s(self, _options):
             return 20.0
 
-        def end(self, outcome, began_ns, _dtype, _n):
+        def end(self, outcome, began_ns, _text):
             super().end(outcome, began_ns)
 
-        def failed(self, error, _dtype, _n):
+        def failed(self, error, _text):
             return error
 
         def close(self):
@@ -190,8 +191,10 @@ def test_a_tensor_is_held_while_it_is_summed():
 
     def run(channel, me, _n):
         tensors = [torch.ones(4000)]
-        sums = direct.DirectSums(channel, port(), {}, torch.Tensor, Options, hash(1), Turn, threading.RLock(),
-                                 direct.CallCount(), What())
+        kinds = dict.fromkeys(("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier"),
+                              Options)
+        calls = direct.DirectCalls(channel, port(), {}, range(2), torch.Tensor, kinds, hash(1), Turn, threading.RLock(),
+                                   direct.CallCount(), What())
         is_alive = weakref.ref(tensors[0])
         seen = []
 
@@ -203,7 +206,7 @@ def test_a_tensor_is_held_while_it_is_summed():
             soon(clear)
         else:
             time.sleep(LATE_S)
-        assert sums.all_reduce(tensors, Options()) is True
+        assert calls.allreduce(tensors, Options()) is True
         assert seen == ([True] if me == 0 else []) and (is_alive() is None) == (me == 0)
 
     assert Ranks(2, direct.ANY_NBYTES).run(run) == [0, 0]

@@ -179,6 +179,36 @@ class Rank:
         if self.me == root and self.rules.waits_at_the_end:
             self._await_copies(self.chunks)
 
+    def gather(self, *given: int) -> None:
+        """`bps_direct_exchange`: all give to all, or, of other bytes in the same places, each to each.
+
+        *given*: the chunks in which each rank has something; nobody waits for others but the first.
+        """
+        n_chunks = max(given)
+        self.calls += 1
+        before, self.chunks = self.chunks, self.chunks + n_chunks
+        self.write("header", self.me, self.calls % self.rules.n_headers, value=(self.calls, False))
+        for i in range(n_chunks + 1):
+            number = before + 1 + i
+            if i < n_chunks:
+                if i >= self.rules.n_slots and self.rules.waits_for_copies:
+                    self._await_copies(number - self.rules.n_slots)
+                self.filled([Step("write", ("box", self.me, self._slot(number), owner), ("copy", self.me, number))
+                             for owner in self.others() if i < given[self.me]], number)
+            if i > 0:
+                for rank in self.others():
+                    if i > 1 and i > given[rank]:
+                        continue
+                    if self.rules.waits_for_inputs:
+                        self.wait("published", rank, number - 1)
+                    if i == 1:
+                        self.read("header", rank, self.calls % self.rules.n_headers, value=(self.calls, False))
+                    if i <= given[rank]:
+                        self.read("box", rank, self._slot(number - 1), self.me, value=("copy", rank, number - 1))
+                self.publish("reduced", number - 1)
+        if self.rules.waits_at_the_end:
+            self._await_copies(self.chunks)
+
     def _await_copies(self, number: int) -> None:
         for rank in self.others():
             self.wait("reduced", rank, number)
@@ -220,7 +250,8 @@ def fault(n: int, calls: Sequence[tuple[object, ...]], rules: Rules = _KEPT) -> 
 
 def mixes(n: int) -> Iterator[tuple[tuple[object, ...], ...]]:
     """Every sequence of three kinds of calls."""
-    kinds: list[tuple[object, ...]] = [("cells",), ("boxes", 1), ("broadcast", 0, 1), ("broadcast", n - 1, 1)]
+    kinds: list[tuple[object, ...]] = [("cells",), ("boxes", 1), ("broadcast", 0, 1), ("broadcast", n - 1, 1),
+                                       ("gather", *[1] * n)]
     yield from itertools.product(kinds, repeat=3)
 
 
@@ -267,6 +298,14 @@ def test_copies_of_two_ranks():
     assert fault(2, [("broadcast", 0, 6), ("broadcast", 1, 2), ("broadcast", 0, 1)]) == ""
 
 
+def test_exchanges_of_two_ranks():
+    assert fault(2, [("gather", 6, 6), ("gather", 1, 6), ("gather", 6, 0), ("boxes", 2)]) == ""
+
+
+def test_exchanges_of_three_ranks():
+    assert fault(3, [("gather", 1, 1, 0), ("gather", 1, 0, 1)]) == ""
+
+
 @pytest.mark.parametrize("calls", list(mixes(2)), ids=str)
 def test_calls_of_all_kinds_follow_each_other(calls):
     assert fault(2, calls) == ""
@@ -282,6 +321,10 @@ def test_calls_of_all_kinds_follow_each_other(calls):
     (2, [("boxes", 4)], Rules(publishes_last=False)),
     (2, [("broadcast", 0, 6)], Rules(waits_for_copies=False)),
     (2, [("broadcast", 0, 2), ("boxes", 1)], Rules(n_slots=1, waits_at_the_end=False)),
+    (2, [("gather", 6, 0)], Rules(waits_for_copies=False)),
+    (2, [("gather", 2, 2)], Rules(waits_for_inputs=False)),
+    (2, [("gather", 2, 2)], Rules(publishes_last=False)),
+    (2, [("gather", 2, 2), ("gather", 2, 2)], Rules(n_slots=2, waits_at_the_end=False)),
     (3, [("cells",)] * 3, Rules(n_cells=1)),
     (2, [("cells",)] * 3, Rules(n_headers=1)),
     (2, [("cells", 0), ("cells",)], Rules(looks_before_it_writes=False)),

@@ -138,7 +138,7 @@ def all_reduces(path):
         if step % 6 == 0:
             dist.all_reduce(y := torch.tensor([bps.rank()]), op=dist.ReduceOp.MAX)
             assert y.item() == 1
-    n_sums = group._group.n_sums_at_once
+    n_sums = group._group.n_calls_at_once
     with pytest.raises(dist.DistBackendError, match=r"called different collectives.*rank 0: call .*rank 1: call"):
         dist.all_reduce(torch.ones(3 + bps.rank()))
     with pytest.raises(dist.DistBackendError, match="MismatchError"):
@@ -149,6 +149,132 @@ def all_reduces(path):
 
 def test_members_reach_a_sum_by_different_ways(ranks, tmp_path):
     assert all(n > 5 for n in ranks.run(all_reduces, tmp_path / "store"))
+
+
+def collective(kind, step, n, dtype, group):
+    """Make one collective of *kind* among two members; return tensors and what they are to be."""
+    me = dist.get_rank(group)
+    async_op = step % 3 == me  # this member goes the longer way
+
+    def x(member, i=0):
+        return (torch.arange(n) + 10 * member + i + step).to(dtype)
+
+    def strided(tensor):  # contiguous on all but one member
+        wide = torch.zeros(n, 2, dtype=dtype)
+        wide[:, 0] = tensor
+        return wide[:, 0] if step % 5 == me else tensor
+
+    out, outs, whole = torch.zeros(n, dtype=dtype), [torch.zeros(n, dtype=dtype) for _ in range(2)], torch.zeros(2 * n,
+                                                                                                              dtype=dtype)
+    to_each = [x(me, 1), x(me, 2)]
+    source = dist.get_global_rank(group, step % 2)
+    if kind == "broadcast":
+        work, found, wanted = dist.broadcast(y := strided(x(me)), source, group, async_op), [y], [x(step % 2)]
+    elif kind == "reduce":
+        work = dist.reduce(y := strided(x(me)), source, group=group, async_op=async_op)
+        found, wanted = ([y], [x(0) + x(1)]) if me == step % 2 else ([], [])
+    elif kind == "all_gather":
+        work, found, wanted = dist.all_gather(outs, strided(x(me)), group, async_op), outs, [x(0), x(1)]
+    elif kind == "all_gather_into_tensor":
+        work = dist.all_gather_into_tensor(whole, strided(x(me)), group, async_op)
+        found, wanted = [whole], [torch.cat([x(0), x(1)])]
+    elif kind == "reduce_scatter":
+        work = dist.reduce_scatter(out, to_each, group=group, async_op=async_op)
+        found, wanted = [out], [x(0, 1 + me) + x(1, 1 + me)]
+    elif kind == "reduce_scatter_tensor":
+        work = dist.reduce_scatter_tensor(y := strided(out), torch.cat(to_each), group=group, async_op=async_op)
+        found, wanted = [y], [x(0, 1 + me) + x(1, 1 + me)]
+    elif kind == "all_to_all_single":
+        work = dist.all_to_all_single(whole, torch.cat(to_each), group=group, async_op=async_op)
+        found, wanted = [whole], [torch.cat([x(0, 1 + me), x(1, 1 + me)])]
+    elif kind == "splits":
+        uneven = [1, 2 * n - 1] if step % 2 else [n, n]
+        given = [n, n] if uneven == [n, n] else [1 if me == 0 else 2 * n - 1] * 2
+        taken = torch.zeros(sum(given), dtype=dtype)
+        work = dist.all_to_all_single(taken, torch.cat(to_each), given, uneven, group=group, async_op=async_op)
+        cut = slice(0, uneven[0]) if me == 0 else slice(uneven[0], None)
+        found, wanted = [taken], [torch.cat([torch.cat([x(m, 1), x(m, 2)])[cut] for m in (0, 1)])]
+    elif kind == "all_to_all":
+        work = dist.all_to_all(outs, to_each, group=group, async_op=async_op)
+        found, wanted = outs, [x(0, 1 + me), x(1, 1 + me)]
+    else:
+        work, found, wanted = dist.barrier(group, async_op), [], []
+    assert (work is None) != async_op
+    if work is not None:
+        work.wait()
+    return found, wanted
+
+
+KINDS = ("broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
+         "all_to_all_single", "splits", "all_to_all", "barrier")
+
+
+def collectives(path):
+    """Members that reach calls by different ways agree; return how many calls went the shortest way."""
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    dist.barrier()
+    for step in range(160):
+        n, dtype = (1, 5, 1000, 150_000)[step % 4], (torch.float32, torch.bfloat16, torch.int64)[step // 4 % 3]
+        kind = KINDS[step * 7 % len(KINDS)]
+        found, wanted = collective(kind, step, n, dtype, dist.group.WORLD)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (kind, step, n, dtype)
+    backward = dist.new_group([1, 0], sort_ranks=False)
+    for step, kind in enumerate(KINDS * 3):
+        found, wanted = collective(kind, step, (5, 1000, 150_000)[step // len(KINDS)], torch.float32, backward)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (kind, step)
+    n_calls = dist.group.WORLD._group.n_calls_at_once, backward._group.n_calls_at_once
+    dist.destroy_process_group()
+    return n_calls
+
+
+def test_members_make_collectives_by_different_ways(ranks, tmp_path):
+    assert all(n > 30 and m > 5 for n, m in ranks.run(collectives, tmp_path / "store"))
+
+
+def refused_collectives(path):
+    """What the shortest way cannot do gets the error of the general one, and the group goes on."""
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    dist.barrier()
+    dist.barrier()
+    x = torch.ones(6)
+    for call in (lambda: dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2)),
+                 lambda: dist.all_gather_into_tensor(torch.zeros(13), x),
+                 lambda: dist.all_gather_into_tensor(torch.zeros(12, dtype=torch.int32), x),
+                 lambda: dist.reduce_scatter_tensor(torch.zeros(4), x),
+                 lambda: dist.reduce_scatter(torch.zeros(6, dtype=torch.int32), [x, x]),
+                 lambda: dist.broadcast(x.to_sparse(), 0)):
+        with pytest.raises((bpsfast.BpsError, RuntimeError, ValueError)):
+            call()
+    dist.all_reduce(x)
+    assert x.eq(2).all()
+    with pytest.raises(dist.DistBackendError, match=r"rank [01] has sent .* bytes, .* were expected|cannot be used"):
+        mine = [torch.zeros(3 + bps.rank()) for _ in range(2)]
+        dist.all_to_all([torch.zeros(3), torch.zeros(3)], mine)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_calls_that_cannot_go_the_shortest_way(ranks, tmp_path):
+    ranks.run(refused_collectives, tmp_path / "store")
+
+
+def a_caller_of_another_collective(path):
+    dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
+    x = torch.ones(6)
+    for _ in range(3):
+        dist.broadcast(x, 0)
+    with pytest.raises(dist.DistBackendError) as caught:
+        if bps.rank():
+            dist.all_gather([torch.zeros(6), torch.zeros(6)], x)
+        else:
+            dist.broadcast(x, 1)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_both_calls_are_named_if_members_call_different_collectives(ranks, tmp_path):
+    for text in ranks.run(a_caller_of_another_collective, tmp_path / "store"):
+        assert "rank 0: call 4: broadcast float32 (6,) from 1; rank 1: call 4: all_gather float32 (24, 24)" in text, text
 
 
 def a_member_is_late(path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collectives.group import Group
 from ...collectives.serial_executor import SerialExecutor
@@ -28,6 +29,15 @@ _WARN_AFTER_S = 5.0
 #: Maximum time for the last call to return after its session has ended.
 _CLOSE_TIMEOUT_S = 10.0
 
+
+#: By method of `pyx.direct.DirectCalls` the type of its options.
+_OPTIONS: dict[str, type] = {
+    "allreduce": dist.AllreduceOptions, "reduce": dist.ReduceOptions, "broadcast": dist.BroadcastOptions,
+    "allgather": AllgatherOptions, "reduce_scatter": dist.ReduceScatterOptions, "alltoall": dist.AllToAllOptions,
+    "barrier": dist.BarrierOptions}
+_AT_ONCE = (*_OPTIONS, "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+#: The hash of a ReduceOp is its operation's number; to compare hashes takes half of the time of comparing the objects.
+_HASH_OF_SUM = hash(dist.ReduceOp(dist.ReduceOp.SUM))
 
 #: Device types whose tensors a group takes, in the order in which torch lists those of gloo.
 _DEVICE_TYPES = ("cuda", "cpu")
@@ -96,8 +106,8 @@ class BaseGroup(NamedGroup):
         self._executor = SerialExecutor(group.name)
         self._coalesced: list[Work] | None = None
         self._n_started = 0
-        #: Takes the arguments of the usual all-reduce, and says whether it has made the call; None: nothing does that.
-        self._sum_at_once: Callable[[Any, Any], bool] | None = None
+        #: By method what takes its arguments and returns whether it has made the call (`pyx.direct.DirectCalls`).
+        self._at_once: dict[str, Callable[..., bool]] = {}
         self._failure: BaseException | None = None
 
     @property
@@ -112,7 +122,7 @@ class BaseGroup(NamedGroup):
         return torch_compat.BackendOptions(torch_compat.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._n_started + self._group.n_sums_at_once
+        return self._n_started + self._group.n_calls_at_once
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls are counted from the start."""
@@ -131,6 +141,8 @@ class BaseGroup(NamedGroup):
 
     def _start(self, text: str, results: Sequence[torch.Tensor], opts: Any, run: Callable[[], None],
                written: Sequence[Operand] = ()) -> Work:
+        if not self._at_once:
+            self._prepare()
         self._n_started += 1
         timeout_s = torch_compat.timeout_of(opts, self._group.timeout_s)
         call = current()
@@ -158,6 +170,15 @@ class BaseGroup(NamedGroup):
                 call.end()
             raise torch_error(exc) from exc
         return self._noted(work)
+
+    def _prepare(self) -> None:
+        """Let later calls that are waited for be made without a `Work`, if the ranks move the bytes themselves."""
+        if self._coalesced is None and self._executor.is_idle and not self.session.settings.host_device:
+            calls = self._group.calls_at_once(torch.Tensor, _OPTIONS, _HASH_OF_SUM, self._executor,
+                                              lambda opts: torch_compat.timeout_of(opts, self._group.timeout_s),
+                                              self._noted_failure)
+            if calls is not None:
+                self._at_once = {name: getattr(calls, name) for name in _AT_ONCE}
 
     def _noted(self, work: Work) -> Work:
         """Return *work*, after adding it to those that are being coalesced; successful ones are dropped from them."""
@@ -188,7 +209,7 @@ class BaseGroup(NamedGroup):
 
     @torch_compat.eager
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced, self._sum_at_once = [], None
+        self._coalesced, self._at_once = [], {}
 
     @torch_compat.eager
     def _end_coalescing(self, device: torch.device) -> Work:

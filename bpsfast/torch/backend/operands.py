@@ -29,7 +29,7 @@ class Operand(NamedTuple):
     @property
     def memory(self) -> TensorInput:
         """The bytes of `dense`, to be copied but not combined."""
-        return _memory(self.dense, str(self.dense.dtype))
+        return _memory(self.dense, str(self.dense.dtype).removeprefix("torch."))
 
     def take_back(self) -> None:
         """Copy `dense`, which was written, to `tensor`."""

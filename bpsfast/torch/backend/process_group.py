@@ -36,8 +36,6 @@ from .torch_compat import overloads
 from .work import Work, torch_error
 
 Tensor = torch.Tensor
-#: The hash of a ReduceOp is its operation's number; to compare hashes takes half of the time of comparing the objects.
-_HASH_OF_SUM = hash(dist.ReduceOp(dist.ReduceOp.SUM))
 #: Executes a call, with the operands that it writes.
 _Call = tuple[Callable[[], None], list[Operand]]
 
@@ -52,10 +50,9 @@ class ProcessGroup(BaseGroup):
     # -- reductions ------------------------------------------------------------------------------------------------
 
     @overloads(dist.AllreduceOptions, {"tensors": 1},
-           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"), at_once="_sum_at_once")
+           ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"), at_once=2)
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine all of *tensors* (usually one) and those of the other members; each becomes the result."""
-        self._prepare_sums()
         if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
             return self._all_reduced(tensors, opts)
         check_same(tensors, "all_reduce")
@@ -76,7 +73,7 @@ class ProcessGroup(BaseGroup):
         """Combine each of *tensors* with the other members', in place."""
         return self._all_reduced(tensors, opts)
 
-    @overloads(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
+    @overloads(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"), at_once=2)
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into the root's; the other members' do not change."""
         reduction, root = torch_compat.reduction(opts), self._root(opts, "reduce")
@@ -85,7 +82,8 @@ class ProcessGroup(BaseGroup):
         out = reducible(one.dense, x.op)[0] if root == self.rank() else None
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
-    @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
+    @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"),
+           at_once=3)
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
@@ -93,7 +91,7 @@ class ProcessGroup(BaseGroup):
         check_number(inputs, self.size(), "reduce_scatter")
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
-    @overloads(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
+    @overloads(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0}, at_once=3)
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -112,17 +110,9 @@ class ProcessGroup(BaseGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _prepare_sums(self) -> None:
-        """Let later calls that are waited for sum a tensor of the CPU without a `Work`, if the ranks sum directly."""
-        if self._sum_at_once is None and self._coalesced is None and self._executor.is_idle:
-            sums = self._group.sums_at_once(Tensor, dist.AllreduceOptions, _HASH_OF_SUM, self._executor,
-                                            lambda opts: torch_compat.timeout_of(opts, self._group.timeout_s),
-                                            self._noted_failure)
-            self._sum_at_once = sums.all_reduce if sums is not None else None
-
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    @overloads(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
+    @overloads(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"), at_once=2)
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Overwrite *tensors* (usually one) with the root's tensor that the options select."""
         each, root = operands(tensors), self._root(opts, "broadcast")
@@ -139,7 +129,7 @@ class ProcessGroup(BaseGroup):
 
         return self._start("broadcast", tensors, opts, run, each)
 
-    @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
+    @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"), at_once=3)
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
         """Put the i-th member's input into the i-th output, on all members.
@@ -164,7 +154,7 @@ class ProcessGroup(BaseGroup):
                               f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
         return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
-    @overloads(AllgatherOptions, {"outputs": 0, "inputs": 0})
+    @overloads(AllgatherOptions, {"outputs": 0, "inputs": 0}, at_once=3)
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -184,7 +174,7 @@ class ProcessGroup(BaseGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @overloads(dist.BarrierOptions, {}, ({}, "[timeout]"))
+    @overloads(dist.BarrierOptions, {}, ({}, "[timeout]"), at_once=1)
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all members."""
         return self._start("barrier", [], opts, self._group.barrier)
@@ -234,7 +224,7 @@ class ProcessGroup(BaseGroup):
         return self._start("scatter", [output], opts, lambda: self._group.scatter(
             [x.memory for x in each], one.memory, root), [one])
 
-    @overloads(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
+    @overloads(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"), at_once=3)
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
@@ -244,7 +234,7 @@ class ProcessGroup(BaseGroup):
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), outs)
 
     @overloads(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
-           needs=("output_splits", "input_splits"))
+           needs=("output_splits", "input_splits"), at_once=5)
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""

@@ -215,7 +215,7 @@ class _Overload:
 def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Mapping[str, int], str],
               needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",),
               reads: Sequence[str] = ("inputs", "tensors"), writes: Sequence[str] = ("outputs", "tensors"),
-              at_once: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+              at_once: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Accept all of torch's overloads of a method of a group, which gets the arguments of the first one, positional.
 
     Tensors may lie on devices (`device_calls.on_device`).
@@ -233,8 +233,8 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
     reads, writes
         Which of the tensors the method reads, and which it writes.
     at_once
-        The attribute of a group that is called first, unless it is None, with tensors and options; if it returns True,
-        it has made the call, and there is nothing to wait for.
+        The number of arguments with which a call may be made at once: what the group's `_at_once` has for the method is
+        called first, and if it returns True, it has made the call, and there is nothing to wait for. 0: never.
 
     For other arguments the decorated method raises TypeError, as torch's own does.
     """
@@ -248,13 +248,16 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         numbers = [tuple(i for i, name in enumerate(tensors) if name in names) for names in (reads, writes)]
         staged = on_device(*numbers)(method)
+        name = method.__name__
 
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            if at_once and not keywords and len(arguments) == 2:
-                shortest = getattr(self, at_once)
-                if shortest is not None and shortest(*arguments):
-                    return None
+            if at_once:
+                given = arguments if not keywords else (*arguments, keywords["opts"]) if [*keywords] == ["opts"] else ()
+                if len(given) == at_once:
+                    shortest = self._at_once.get(name)
+                    if shortest is not None and shortest(*given):
+                        return None
             if not keywords and first.fits(arguments):
                 return staged(self, *arguments)
             for form in made:

@@ -30,6 +30,13 @@ static uint64_t nbytes_of(uint64_t draw)
     return sizes[draw % (sizeof sizes / sizeof *sizes)] / 4 * 4;
 }
 
+static int32_t element(const char *at)
+{
+    int32_t found;
+    memcpy(&found, at, 4);
+    return found;
+}
+
 /* One call, which all ranks draw alike. */
 static void call_once(struct bps_channel *channel, uint64_t *state, int32_t *x, uint64_t what)
 {
@@ -37,7 +44,9 @@ static void call_once(struct bps_channel *channel, uint64_t *state, int32_t *x, 
     struct bps_direct_call call = {.deadline_ns = bps_now_ns() + 60000000000u, .slice_ns = 100000};
     struct bps_direct_sum this = sum;
     int me = channel->port.me, n = channel->port.n;
-    uint64_t form = drawn(state) % 9, nbytes = nbytes_of(drawn(state)), draw = drawn(state);
+    static __thread char taken[MOST_RANKS][1 << 20];
+    uint64_t form = drawn(state) % 10, nbytes = nbytes_of(drawn(state)), draw = drawn(state);
+    uint64_t most = nbytes < 1 << 20 ? nbytes : 1 << 20;
     int32_t given = (int32_t)(draw % 1000), total = given * n + n * (n - 1) / 2;
     this.call = what;
     for (uint64_t i = 0; i < nbytes / 4; i++)
@@ -50,20 +59,27 @@ static void call_once(struct bps_channel *channel, uint64_t *state, int32_t *x, 
         for (uint64_t i = 0; i < nbytes / 4; i++)
             CHECK(x[i] == given + root);
     } else if (form == 2) {
-        int32_t found[MOST_RANKS];
-        char *places[MOST_RANKS];
-        uint64_t sizes[MOST_RANKS];
+        struct bps_direct_gather gather = {.own = (char *)x, .what = what};
         for (int r = 0; r < n; r++) {
-            places[r] = (char *)&found[r];
-            sizes[r] = 4;
+            gather.places[r] = taken[r];
+            gather.nbytes[r] = most >> r;
         }
-        CHECK(bps_direct_all_gather(channel, places, (char *)x, sizes, what, &call) == BPS_DIRECT_DONE);
+        CHECK(bps_direct_all_gather(channel, &gather, &call) == BPS_DIRECT_DONE);
         for (int r = 0; r < n; r++)
-            CHECK(found[r] == given + r);
+            for (uint64_t i = 0; i + 4 <= most >> r; i += 4)
+                CHECK(element(taken[r] + i) == given + r);
+    } else if (form == 5) { /* in place, or not */
+        struct bps_direct_scatter scatter = {.to = draw >> 40 & 1 ? taken[0] : (char *)x + nbytes / 16 * 4 * (uint64_t)me,
+                                             .sum = &this};
+        for (int r = 0; r < n; r++) {
+            scatter.from[r] = (char *)x + nbytes / 16 * 4 * (uint64_t)r;
+            scatter.nbytes[r] = nbytes / 16 * 4 >> r;
+        }
+        CHECK(bps_direct_reduce_scatter(channel, &scatter, &call) == BPS_DIRECT_DONE);
+        for (uint64_t i = 0; i + 4 <= scatter.nbytes[me]; i += 4)
+            CHECK(element(scatter.to + i) == total);
     } else if (form == 4) { /* rank r has nbytes >> r for each */
-        static __thread char taken[MOST_RANKS][1 << 20];
         struct bps_direct_pieces pieces;
-        uint64_t most = nbytes < 1 << 20 ? nbytes : 1 << 20;
         for (int r = 0; r < n; r++) {
             pieces.from[r] = (char *)x;
             pieces.to[r] = taken[r];
@@ -72,11 +88,8 @@ static void call_once(struct bps_channel *channel, uint64_t *state, int32_t *x, 
         }
         CHECK(bps_direct_all_to_all(channel, &pieces, what, &call) == BPS_DIRECT_DONE);
         for (int r = 0; r < n; r++)
-            for (uint64_t i = 0; i + 4 <= most >> r; i += 4) {
-                int32_t found;
-                memcpy(&found, taken[r] + i, 4);
-                CHECK(found == given + r);
-            }
+            for (uint64_t i = 0; i + 4 <= most >> r; i += 4)
+                CHECK(element(taken[r] + i) == given + r);
     } else if (form == 3) { /* some decline; the others find out before they write */
         if (draw >> 32 & 1ull << me) {
             bps_direct_decline(channel, nbytes);
