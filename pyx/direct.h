@@ -4,7 +4,8 @@
  * cell and then sums all cells. Others go through boxes, in chunks: each rank owns one part of every chunk. A rank
  * writes the parts of the others into its own box; the owner of a part sums it from all boxes, in rank order, and
  * writes the result back into every box; each rank copies results out of its own box. So a cache line is touched by two
- * ranks only. The chunks overlap: chunk i is copied in, i - 1 is summed, i - 2 is copied out.
+ * ranks only. The chunks overlap: chunk i is copied in, i - 1 is summed, i - 2 is copied out. Calls in which each rank has
+ * other bytes for the others (all-gather, reduce-scatter, all-to-all) write the own box and read the others'.
  *
  *   words of a rank    by which the others wake it
  *   line of a rank     `published`: the last chunk that it has put into its cell or box, `reduced`: the last chunk of
@@ -13,7 +14,8 @@
  *   cells, two a rank  call c uses cell c % 2: a rank begins call c + 2 when all have ended call c, because a call ends
  *                      when all have begun it
  *   boxes, `n_slots`   chunk k uses box k % n_slots: a rank writes chunk k + n_slots when it has copied chunk k out,
- *                      which all owners had read before they published the result
+ *                      which all owners had read before they published the result; after an exchange, when all
+ *                      ranks have copied it out, which is awaited before the call ends
  *
  * Nothing here is trusted with addresses: a broken rank can spoil the values of sums, which it could by its own input.
  */

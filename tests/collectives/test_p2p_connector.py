@@ -192,7 +192,7 @@ def joined(made, me=1, to=0):
     (Frame(protocol.TAKEN, number=3).pack(), "TAKEN of message 3, which is not announced"),
     (Frame(protocol.WANT, number=3).pack(), "WANT of message 3, which is not announced"),
     (Frame(protocol.CREDIT, nbytes=1).pack(), "CREDIT of 1 bytes"),
-    (Frame(protocol.EAGER, nbytes=protocol.EAGER_NBYTES + 1).pack(), "EAGER with 8193 bytes, at most 8192"),
+    (Frame(protocol.EAGER, nbytes=protocol.EAGER_NBYTES + 1).pack(), "EAGER with 65537 bytes, at most 65536"),
     (Frame(protocol.ANNOUNCE, number=2, nbytes=9).pack(), "ANNOUNCE 2, expected 1"),
     (Frame(protocol.ANNOUNCE, number=1, nbytes=1 << 60).pack(), "at most"),
     (b"".join(Frame(protocol.ANNOUNCE, number=1 + n, nbytes=9).pack() for n in range(N_ANNOUNCED + 1)),

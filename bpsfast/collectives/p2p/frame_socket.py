@@ -11,7 +11,7 @@ from ...orchestration.errors import PeerLostError
 from .encrypted_socket import EncryptedSocket
 from .protocol import DATA, EAGER_NBYTES, HEADER, Frame, unpack
 
-_STAGING_NBYTES = 64 << 10
+_STAGING_NBYTES = 2 * EAGER_NBYTES
 #: Bytes read from one connection, or written to it, before others have their turn.
 _TURN_NBYTES = 4 << 20
 _MOST_BUFFERS = 16

@@ -23,13 +23,13 @@ _NAMES = ("EAGER", "ANNOUNCE", "DATA", "GREETING", "CREDIT", "WANT", "TAKEN", "L
 HEADER = struct.Struct("<B3xIqQQQ")
 
 #: The longest message that is sent before a receive matches it.
-EAGER_NBYTES = 8 << 10
+EAGER_NBYTES = 64 << 10
 #: No message is longer.
 MESSAGE_MAX_NBYTES = 1 << 46
 #: The longest payload of a DATA frame: other frames for that rank wait no longer than this takes to send.
 PIECE_NBYTES = 1 << 20
 #: What one rank may send to another before receives match: bytes of small messages, and announcements.
-ROOM_NBYTES = 256 << 10
+ROOM_NBYTES = 512 << 10
 N_ANNOUNCED = 1024
 #: Room is given back in portions: a frame for every small message would cost as much as the message.
 _PORTION_NBYTES = ROOM_NBYTES // 4
