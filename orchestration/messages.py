@@ -8,7 +8,7 @@ per connection (`Join`, `Attach`), so two versions never misread each other.
 """
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -913,7 +913,7 @@ LocalMessage = (
 Outgoing = list[tuple[bytes, Message]]
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "node": msgspec.msgpack.Decoder(NodeMessage),
     "scheduler": msgspec.msgpack.Decoder(SchedulerMessage),
     "local": msgspec.msgpack.Decoder(LocalMessage),

@@ -326,7 +326,7 @@ cdef class Channel:
                 status = bps_direct_do(&self.channel, work, call)
         return self._end(call, status)
 
-    cdef int _call(self, bps_direct_work *work, uint64_t nbytes, uint64_t what, double timeout_s, object look) except -1:
+    cdef int _call(self, bps_direct_work *work, uint64_t nbytes, uint64_t what, double timeout_s, look) except -1:
         """Do *work*, which moves *nbytes*, as a call of its own."""
         cdef bps_direct_call call
         cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
@@ -360,7 +360,8 @@ cdef class Channel:
         """
         cdef bps_direct_work work
         self._require(nbytes)
-        work.kind, work.to, work.from_, work.nbytes = (BPS_DIRECT_SUM, <char *>destination, <const char *>source, nbytes)
+        work.kind, work.nbytes = BPS_DIRECT_SUM, nbytes
+        work.to, work.from_ = <char *>destination, <const char *>source
         _sum_of(&work.sum, dtype, op, divisor)
         return self._call(&work, nbytes, what, timeout_s, look)
 
@@ -393,7 +394,7 @@ cdef class Channel:
 
     def reduce_scatter(self, sources, uintptr_t destination, int dtype, int op, int64_t divisor, uint64_t what,
                        double timeout_s, look=None):
-        """Combine *sources[r]*, pairs of an address and a number of bytes, of all ranks to *destination* of each rank r.
+        """Combine *sources[r]*, an address and a number of bytes, of all ranks to *destination* of each rank r.
 
         Otherwise as `all_reduce`; *destination* may be this rank's source. In a channel for `ANY_NBYTES`.
         """

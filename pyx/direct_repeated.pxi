@@ -536,8 +536,8 @@ cdef class DirectCalls:
             work.from_ = <char *>found.data + found.byte_offset
             work.to = <char *>work.from_ if self._is_own(root) else NULL
             return (self._set_sum(&work.sum, &found)
-                    and self._make(&work, self._known_as("reduce", &found, (_n_elements_of(&found),), root), work.nbytes,
-                                   work.nbytes, opts))
+                    and self._make(&work, self._known_as("reduce", &found, (_n_elements_of(&found),), root),
+                                   work.nbytes, work.nbytes, opts))
         finally:
             self._leave()
 
@@ -768,7 +768,7 @@ cdef class DirectCalls:
         return True
 
     cdef bint _make(self, bps_direct_work *work, tuple known, uint64_t moved_nbytes, uint64_t nbytes, opts) except -1:
-        """Make a call that is *known*, and to which this member gives *nbytes*; return False if Python has to do that."""
+        """Make a call that is *known*, to which this member gives *nbytes*; return False if Python has to do that."""
         cdef bps_direct_call call
         cdef Channel channel = self.channel
         cdef bint keeps_gil = moved_nbytes <= KEEPS_GIL_NBYTES

@@ -137,7 +137,8 @@ class Group:
         self._check_op(op)
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
-        self._run(call_text("reduce", x.dtype, x.shape, op, root), x.dtype, op, [Load(x.address, destination, x.nbytes)])
+        self._run(call_text("reduce", x.dtype, x.shape, op, root), x.dtype, op,
+                  [Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
         """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""

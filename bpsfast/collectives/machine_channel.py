@@ -86,8 +86,8 @@ class MachineChannel:
         """
         what = number_of(text) ^ (number * direct.CALL_FACTOR_OF_GROUPS & _MASK)
         given = sum(load.nbytes for load in loads if load.source)
-        return self._session.port.call_directly(self._channel, self._of(loads, what, dtype, op), self._unit, self._ranks,
-                                                number, timeout_s, check, given)
+        return self._session.port.call_directly(self._channel, self._of(loads, what, dtype, op), self._unit,
+                                                self._ranks, number, timeout_s, check, given)
 
     def exchange(self, text: str, number: int, sends: Mapping[int, TensorInput], receives: Mapping[int, TensorInput],
                  timeout_s: float, check: Callable[[], None]) -> bool:

@@ -96,7 +96,8 @@ def random_calls(seed: int, n_calls: int, most_nbytes: int) -> Callable[[direct.
     def calls(channel: direct.Channel, me: int, n: int) -> None:
         draw = random.Random(seed)
         for number in range(n_calls):
-            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+            kind = draw.choice(("sum", "sum", "sum", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+                                "barrier"))
             nbytes = int(2 ** draw.uniform(0, np.log2(most_nbytes)))
             root, offset, in_place, late = draw.randrange(n), draw.randrange(64), draw.random() < 0.5, draw.randrange(n)
             if late == me and number % 7 == 0:

@@ -191,8 +191,8 @@ def test_a_tensor_is_held_while_it_is_summed():
 
     def run(channel, me, _n):
         tensors = [torch.ones(4000)]
-        kinds = dict.fromkeys(("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier"),
-                              Options)
+        kinds = dict.fromkeys(("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall",
+                               "barrier"), Options)
         calls = direct.DirectCalls(channel, port(), {}, range(2), torch.Tensor, kinds, hash(1), Turn, threading.RLock(),
                                    direct.CallCount(), What())
         is_alive = weakref.ref(tensors[0])

@@ -274,7 +274,8 @@ def a_caller_of_another_collective(path):
 
 def test_both_calls_are_named_if_members_call_different_collectives(ranks, tmp_path):
     for text in ranks.run(a_caller_of_another_collective, tmp_path / "store"):
-        assert "rank 0: call 4: broadcast float32 (6,) from 1; rank 1: call 4: all_gather float32 (24, 24)" in text, text
+        assert ("rank 0: call 4: broadcast float32 (6,) from 1; rank 1: call 4: all_gather float32 (24, 24)"
+                in text), text
 
 
 def a_member_is_late(path):
