@@ -253,10 +253,11 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             if at_once:
-                given = arguments if not keywords else (*arguments, keywords["opts"]) if [*keywords] == ["opts"] else ()
-                if len(given) == at_once:
+                if keywords and [*keywords] == ["opts"]:  # as torch calls barrier
+                    arguments, keywords = (*arguments, keywords["opts"]), {}
+                if len(arguments) == at_once and not keywords:
                     shortest = self._at_once.get(name)
-                    if shortest is not None and shortest(*given):
+                    if shortest is not None and shortest(*arguments):
                         return None
             if not keywords and first.fits(arguments):
                 return staged(self, *arguments)
