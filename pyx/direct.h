@@ -888,7 +888,7 @@ static inline int bps_direct_pieces_take(struct bps_channel *channel, const void
 {
     const struct bps_direct_pieces *pieces = (const struct bps_direct_pieces *)what;
     int n = channel->port.n, me = channel->port.me;
-    if (i == 0) /* not before something is given: input and result may be the same memory */
+    if (i == 0) /* not before something is given: to[r] may be from[r] */
         bps_direct_pieces_from_cells(channel, pieces);
     for (int k = 1; k < n; k++) {
         int r = (me + k) % n;
@@ -904,7 +904,8 @@ static inline int bps_direct_pieces_take(struct bps_channel *channel, const void
 }
 
 /* Give and take `pieces` of any sizes. Who has more than fits into its cell gives as many bytes to every rank in each
- * chunk, and all ranks make as many chunks as the largest of such pieces has. As `bps_direct_all_reduce`. */
+ * chunk, and all ranks make as many chunks as the largest of such pieces has. to[r] is from[r] or overlaps no input. As
+ * `bps_direct_all_reduce`. */
 static inline int bps_direct_all_to_all(struct bps_channel *channel, struct bps_direct_pieces *pieces, uint64_t what,
                                         struct bps_direct_call *call)
 {

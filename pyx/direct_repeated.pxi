@@ -529,15 +529,16 @@ cdef class DirectCalls:
             return False
         try:
             tensor, root = (<list>tensors)[0], opts.rootRank
-            if (hash(opts.reduceOp) != self.hash_of_sum or not 0 <= root < self.channel.channel.port.n
-                    or not self._view(tensor, &found)):
+            if hash(opts.reduceOp) != self.hash_of_sum or not 0 <= root < self.channel.channel.port.n:
                 return False
-            work.kind, work.nbytes = BPS_DIRECT_SUM, _nbytes_of(&found)
+            work.kind, work.nbytes = BPS_DIRECT_SUM, self._view(tensor, &found)
+            if work.nbytes == 0:
+                return False
             work.from_ = <char *>found.data + found.byte_offset
             work.to = <char *>work.from_ if self._is_own(root) else NULL
-            return (self._set_sum(&work.sum, &found)
-                    and self._make(&work, self._known_as("reduce", &found, (_n_elements_of(&found),), root),
-                                   work.nbytes, work.nbytes, opts))
+            _set_sum(&work.sum, &found)
+            return self._make(&work, self._known_as("reduce", &found, (work.nbytes // (found.bits // 8),), root),
+                              work.nbytes, work.nbytes, opts)
         finally:
             self._leave()
 
@@ -550,12 +551,14 @@ cdef class DirectCalls:
             return False
         try:
             tensor, root = (<list>tensors)[0], opts.rootRank
-            if opts.rootTensor != 0 or not 0 <= root < self.channel.channel.port.n or not self._view(tensor, &found):
+            if opts.rootTensor != 0 or not 0 <= root < self.channel.channel.port.n:
                 return False
-            work.kind, work.root, work.nbytes = BPS_DIRECT_COPY, self.places[root], _nbytes_of(&found)
+            work.kind, work.root, work.nbytes = BPS_DIRECT_COPY, self.places[root], self._view(tensor, &found)
+            if work.nbytes == 0:
+                return False
             work.to = <char *>found.data + found.byte_offset
-            return self._make(&work, self._known_as("broadcast", &found, (_n_elements_of(&found),), root), work.nbytes,
-                              work.nbytes if self._is_own(root) else 0, opts)
+            return self._make(&work, self._known_as("broadcast", &found, (work.nbytes // (found.bits // 8),), root),
+                              work.nbytes, work.nbytes if self._is_own(root) else 0, opts)
         finally:
             self._leave()
 
@@ -610,13 +613,14 @@ cdef class DirectCalls:
         cdef bps_direct_work work
         cdef bps_dl_tensor own
         cdef bps_direct_gather *gather = &work.gather
+        cdef uint64_t nbytes
         if not self._enter(opts, self.of_gather):
             return False
         try:
-            if not self._view(tensor, &own) or not self._views(outputs, whole, &own, gather.places, gather.nbytes):
+            nbytes = self._view(tensor, &own)
+            if nbytes == 0 or not self._views(outputs, whole, &own, gather.places, gather.nbytes):
                 return False
             work.kind, gather.own = BPS_DIRECT_GATHER, <char *>own.data + own.byte_offset
-            nbytes = _nbytes_of(&own)
             if gather.nbytes[self.channel.channel.port.me] != nbytes:
                 return False
             sizes = self._sizes(gather.nbytes)
@@ -628,16 +632,17 @@ cdef class DirectCalls:
         cdef bps_direct_work work
         cdef bps_dl_tensor own
         cdef bps_direct_scatter *scatter = &work.scatter
+        cdef uint64_t nbytes
         if not self._enter(opts, self.of_scatter):
             return False
         try:
-            if (hash(opts.reduceOp) != self.hash_of_sum or not self._view(output, &own)
+            nbytes = self._view(output, &own)
+            if (nbytes == 0 or hash(opts.reduceOp) != self.hash_of_sum
                     or not self._views(inputs, whole, &own, <char **>scatter.from_, scatter.nbytes)
-                    or not self._set_sum(&work.sum, &own)):
+                    or scatter.nbytes[self.channel.channel.port.me] != nbytes):
                 return False
             work.kind, scatter.to = BPS_DIRECT_SCATTER, <char *>own.data + own.byte_offset
-            if scatter.nbytes[self.channel.channel.port.me] != _nbytes_of(&own):
-                return False
+            _set_sum(&work.sum, &own)
             sizes = self._sizes(scatter.nbytes)
             nbytes = sum(sizes)
             return self._make(&work, self._known_as("reduce_scatter", &own, sizes, -1), nbytes, nbytes, opts)
@@ -653,7 +658,7 @@ cdef class DirectCalls:
         try:
             if output is not None and not (self._is_even(output) and self._is_even(whole)):
                 return False
-            if (not self._view(output if output is not None else outputs[0] if outputs else None, &first)
+            if (self._view(output if output is not None else outputs[0] if outputs else None, &first) == 0
                     or not self._views(outputs, output, &first, pieces.to, pieces.wanted)
                     or not self._views(inputs, whole, &first, <char **>pieces.from_, pieces.given)):
                 return False
@@ -677,12 +682,11 @@ cdef class DirectCalls:
         cdef int i, n = self.channel.channel.port.n
         cdef uint64_t part
         if whole is not None:
-            if not self._view(whole, &found) or found.code != like.code or found.bits != like.bits:
+            part = self._view(whole, &found)
+            if (part == 0 or found.code != like.code or found.bits != like.bits
+                    or part // (found.bits // 8) % n != 0):
                 return False
-            part = _n_elements_of(&found)
-            if part % n != 0:
-                return False
-            part = part // n * (found.bits // 8)
+            part //= n
             for i in range(n):
                 at[self.places[i]] = <char *>found.data + found.byte_offset + i * part
                 nbytes[self.places[i]] = part
@@ -690,16 +694,16 @@ cdef class DirectCalls:
         if len(tensors) != n:
             return False
         for i in range(n):
-            if not self._view(tensors[i], &found) or found.code != like.code or found.bits != like.bits:
+            part = self._view(tensors[i], &found)
+            if part == 0 or found.code != like.code or found.bits != like.bits:
                 return False
-            at[self.places[i]] = <char *>found.data + found.byte_offset
-            nbytes[self.places[i]] = _nbytes_of(&found)
+            at[self.places[i]], nbytes[self.places[i]] = <char *>found.data + found.byte_offset, part
         return True
 
     cdef bint _is_even(self, x) except -1:
         """Whether the first dimension of *x* has equal parts for all members."""
         cdef bps_dl_tensor found
-        return self._view(x, &found) and found.ndim > 0 and found.shape[0] % self.channel.channel.port.n == 0
+        return self._view(x, &found) != 0 and found.ndim > 0 and found.shape[0] % self.channel.channel.port.n == 0
 
     cdef bint _enter(self, opts, kind) except -1:
         """Take the lock for a call; return whether one can be made here, of whose options *kind* is the type."""
@@ -720,20 +724,20 @@ cdef class DirectCalls:
             self.what.close()
         return 0
 
-    cdef bint _view(self, x, bps_dl_tensor *found) except -1:
-        """Read a tensor; return whether it has bytes, which follow each other, of a dtype in `DTYPES`, on the CPU."""
-        if type(x) is not self.kind:
-            return False
+    cdef uint64_t _view(self, x, bps_dl_tensor *found) except? 0:
+        """Read a tensor whose elements follow each other, of a dtype in `DTYPES`, on the CPU.
+
+        Return its bytes; 0: it is none. The tensor's shape is to be read before anything else runs.
+        """
+        if type(x) is not self.kind or x.is_neg() is not False:
+            return 0
         if self.exchange.view(<void *>x, found) != 0:
             PyErr_Clear()
-            return False
-        return (bps_dl_is(found, found.code, found.bits, found.shape, found.ndim) and _n_elements_of(found) != 0
-                and (found.code, found.bits) in _NAMES and x.is_neg() is False)
-
-    cdef bint _set_sum(self, bps_direct_sum *sum, const bps_dl_tensor *tensor) except -1:
-        sum.divisor = 1
-        sum.kernel = bps_sum_kernel_of(DTYPES.index(_NAMES[tensor.code, tensor.bits]), 0, bps_sum_level())
-        return True
+            return 0
+        if (not bps_dl_is(found, found.code, found.bits, found.shape, found.ndim)
+                or (found.code, found.bits) not in _NAMES):
+            return 0
+        return _n_elements_of(found) * (found.bits // 8)
 
     cdef tuple _known_as(self, str operation, const bps_dl_tensor *tensor, tuple sizes, int root):
         """Return the number and the text of a call."""
@@ -755,15 +759,14 @@ cdef class DirectCalls:
                 return False
             if bps_dl_is(found, self.code, self.bits, self.shape, self.ndim):
                 return x.is_neg() is False
-        if not self._view(x, found) or found.ndim > 8:
+        self.ndim = -1  # no tensor is like the last one, should the following raise
+        self.nbytes = self._view(x, found)
+        if self.nbytes == 0 or found.ndim > 8:
             return False
-        self.ndim = -1  # no tensor is like that one, should the next call raise
-        n_elements = _n_elements_of(found)
-        self.known_sum = self._known_as("all_reduce", found, (n_elements,), -1)
-        self._set_sum(&self.sum, found)
         for i in range(found.ndim):
             self.shape[i] = found.shape[i]
-        self.nbytes = _nbytes_of(found)
+        self.known_sum = self._known_as("all_reduce", found, (self.nbytes // (found.bits // 8),), -1)
+        _set_sum(&self.sum, found)
         self.code, self.bits, self.ndim = found.code, found.bits, found.ndim
         return True
 
@@ -829,5 +832,7 @@ cdef uint64_t _n_elements_of(const bps_dl_tensor *tensor) noexcept:
     return n
 
 
-cdef uint64_t _nbytes_of(const bps_dl_tensor *tensor) noexcept:
-    return _n_elements_of(tensor) * (tensor.bits // 8)
+cdef int _set_sum(bps_direct_sum *sum, const bps_dl_tensor *tensor) except -1:
+    sum.divisor = 1
+    sum.kernel = bps_sum_kernel_of(DTYPES.index(_NAMES[tensor.code, tensor.bits]), 0, bps_sum_level())
+    return 0

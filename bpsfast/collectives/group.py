@@ -178,7 +178,10 @@ class Group:
         self._exchange(f"scatter from {root}", dict(enumerate(xs)) if root == self.rank else {}, {root: out})
 
     def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
-        """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
+        """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ.
+
+        The i-th of *outs* may be the i-th of *xs*, and overlaps no other of them.
+        """
         self._check_number(xs)
         self._check_number(outs)
         self._exchange("all_to_all", dict(enumerate(xs)), dict(enumerate(outs)))

@@ -53,7 +53,7 @@ def mixed_traffic(seed):
     me, size = bpsfast.rank(), bpsfast.size()
     order = np.random.default_rng(seed)
     plan = [(int(order.integers(size)), int(order.integers(size)), int(order.integers(3)),
-             int(order.choice([0, 5, 900, 8192, 9000, 300_000]))) for _ in range(400)]
+             int(order.choice([0, 5, 900, EAGER_NBYTES, EAGER_NBYTES + 1, 300_000]))) for _ in range(400)]
     mine = np.random.default_rng(seed + 1 + me)
     outgoing = [(to, tag, nbytes, number) for number, (source, to, tag, nbytes) in enumerate(plan) if source == me]
     incoming = [(source, tag, nbytes, number) for number, (source, to, tag, nbytes) in enumerate(plan) if to == me]

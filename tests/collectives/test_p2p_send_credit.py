@@ -52,11 +52,11 @@ def more_than_announced():
         return len(transfers)
     bpsfast.barrier()
     with pytest.raises(bpsfast.StallError, match=r"rank 1 waited 0.2 s for rank 0 to send a message with tag \d+ on"):
-        late = receive(np.zeros(9000, np.uint8), 0, n - 1)
+        late = receive(np.zeros(EAGER_NBYTES + 1, np.uint8), 0, n - 1)
         late.wait(0.2)
     assert late.cancel()
     for number in range(n):
-        receive(np.zeros(9000, np.uint8), 0, number).wait(30)
+        receive(np.zeros(EAGER_NBYTES + 1, np.uint8), 0, number).wait(30)
     return n
 
 

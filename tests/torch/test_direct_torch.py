@@ -4,9 +4,12 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -151,28 +154,49 @@ def test_members_reach_a_sum_by_different_ways(ranks, tmp_path):
     assert all(n > 5 for n in ranks.run(all_reduces, tmp_path / "store"))
 
 
-def collective(kind, step, n, dtype, group):
-    """Make one collective of *kind* among two members; return tensors and what they are to be."""
+class Drawn(NamedTuple):
+    """One collective, which both members draw alike; `strided` and `waits_not`: the members that go the longer way."""
+
+    kind: str
+    n: int
+    dtype: torch.dtype
+    root: int
+    strided: int
+    waits_not: int
+    is_even: bool
+
+
+def drawn(draw):
+    def member():
+        return draw.choice((0, 1, None, None))
+
+    return Drawn(draw.choice(KINDS), draw.choice((1, 5, 1000, 150_000)),
+                 draw.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8)), draw.randrange(2), member(),
+                 member(), draw.random() < 0.5)
+
+
+def collective(step, each, group):
+    """Make one collective among two members; return tensors and what they are to be."""
+    kind, n, dtype, root, strided_at, waits_not, is_even = each
     me = dist.get_rank(group)
-    async_op = step % 3 == me  # this member goes the longer way
+    async_op = me == waits_not
 
     def x(member, i=0):
-        return (torch.arange(n) + 10 * member + i + step).to(dtype)
+        return ((torch.arange(n) + 10 * member + i + step) % 100).to(dtype)
 
-    def strided(tensor):  # contiguous on all but one member
+    def strided(tensor):
         wide = torch.zeros(n, 2, dtype=dtype)
         wide[:, 0] = tensor
-        return wide[:, 0] if step % 5 == me else tensor
+        return wide[:, 0] if me == strided_at else tensor
 
-    out, outs, whole = torch.zeros(n, dtype=dtype), [torch.zeros(n, dtype=dtype) for _ in range(2)], torch.zeros(2 * n,
-                                                                                                              dtype=dtype)
-    to_each = [x(me, 1), x(me, 2)]
-    source = dist.get_global_rank(group, step % 2)
+    out, whole = torch.zeros(n, dtype=dtype), torch.zeros(2 * n, dtype=dtype)
+    outs, to_each = [torch.zeros(n, dtype=dtype) for _ in range(2)], [x(me, 1), x(me, 2)]
+    source, own = dist.get_global_rank(group, root), (x(0, 1 + me), x(1, 1 + me))
     if kind == "broadcast":
-        work, found, wanted = dist.broadcast(y := strided(x(me)), source, group, async_op), [y], [x(step % 2)]
+        work, found, wanted = dist.broadcast(y := strided(x(me)), source, group, async_op), [y], [x(root)]
     elif kind == "reduce":
         work = dist.reduce(y := strided(x(me)), source, group=group, async_op=async_op)
-        found, wanted = ([y], [x(0) + x(1)]) if me == step % 2 else ([], [])
+        found, wanted = ([y], [x(0) + x(1)]) if me == root else ([], [])
     elif kind == "all_gather":
         work, found, wanted = dist.all_gather(outs, strided(x(me)), group, async_op), outs, [x(0), x(1)]
     elif kind == "all_gather_into_tensor":
@@ -180,23 +204,23 @@ def collective(kind, step, n, dtype, group):
         found, wanted = [whole], [torch.cat([x(0), x(1)])]
     elif kind == "reduce_scatter":
         work = dist.reduce_scatter(out, to_each, group=group, async_op=async_op)
-        found, wanted = [out], [x(0, 1 + me) + x(1, 1 + me)]
+        found, wanted = [out], [own[0] + own[1]]
     elif kind == "reduce_scatter_tensor":
         work = dist.reduce_scatter_tensor(y := strided(out), torch.cat(to_each), group=group, async_op=async_op)
-        found, wanted = [y], [x(0, 1 + me) + x(1, 1 + me)]
+        found, wanted = [y], [own[0] + own[1]]
     elif kind == "all_to_all_single":
         work = dist.all_to_all_single(whole, torch.cat(to_each), group=group, async_op=async_op)
-        found, wanted = [whole], [torch.cat([x(0, 1 + me), x(1, 1 + me)])]
+        found, wanted = [whole], [torch.cat(own)]
     elif kind == "splits":
-        uneven = [1, 2 * n - 1] if step % 2 else [n, n]
-        given = [n, n] if uneven == [n, n] else [1 if me == 0 else 2 * n - 1] * 2
+        sent = [n, n] if is_even else [1, 2 * n - 1]
+        given = [sent[me]] * 2
         taken = torch.zeros(sum(given), dtype=dtype)
-        work = dist.all_to_all_single(taken, torch.cat(to_each), given, uneven, group=group, async_op=async_op)
-        cut = slice(0, uneven[0]) if me == 0 else slice(uneven[0], None)
+        work = dist.all_to_all_single(taken, torch.cat(to_each), given, sent, group=group, async_op=async_op)
+        cut = slice(0, sent[0]) if me == 0 else slice(sent[0], None)
         found, wanted = [taken], [torch.cat([torch.cat([x(m, 1), x(m, 2)])[cut] for m in (0, 1)])]
     elif kind == "all_to_all":
         work = dist.all_to_all(outs, to_each, group=group, async_op=async_op)
-        found, wanted = outs, [x(0, 1 + me), x(1, 1 + me)]
+        found, wanted = outs, [*own]
     else:
         work, found, wanted = dist.barrier(group, async_op), [], []
     assert (work is None) != async_op
@@ -209,26 +233,38 @@ KINDS = ("broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_
          "all_to_all_single", "splits", "all_to_all", "barrier")
 
 
-def collectives(path):
-    """Members that reach calls by different ways agree; return how many calls went the shortest way."""
+def collectives(path, seed):
+    """Members that reach calls by different ways agree; return how many of each went the shortest way."""
     dist.init_process_group("bpsfast", init_method=f"file://{path}", rank=bps.rank(), world_size=bps.size())
-    dist.barrier()
-    for step in range(160):
-        n, dtype = (1, 5, 1000, 150_000)[step % 4], (torch.float32, torch.bfloat16, torch.int64)[step // 4 % 3]
-        kind = KINDS[step * 7 % len(KINDS)]
-        found, wanted = collective(kind, step, n, dtype, dist.group.WORLD)
-        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (kind, step, n, dtype)
-    backward = dist.new_group([1, 0], sort_ranks=False)
-    for step, kind in enumerate(KINDS * 3):
-        found, wanted = collective(kind, step, (5, 1000, 150_000)[step // len(KINDS)], torch.float32, backward)
-        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), (kind, step)
-    n_calls = dist.group.WORLD._group.n_calls_at_once, backward._group.n_calls_at_once
+    made = Counter()
+
+    def counted(name, call):
+        def counts(*arguments):
+            is_made = call(*arguments)
+            made[name] += is_made
+            return is_made
+
+        return counts
+
+    for group in (dist.group.WORLD, dist.new_group([1, 0], sort_ranks=False)):
+        draw = random.Random(seed)
+        for _ in range(2):
+            dist.barrier(group)
+        group._at_once = {name: counted(name, call) for name, call in group._at_once.items()}
+        for step in range(120):
+            each = drawn(draw)
+            found, wanted = collective(step, each, group)
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), each
     dist.destroy_process_group()
-    return n_calls
+    return made
 
 
-def test_members_make_collectives_by_different_ways(ranks, tmp_path):
-    assert all(n > 30 and m > 5 for n, m in ranks.run(collectives, tmp_path / "store"))
+@pytest.mark.parametrize("seed", range(2))
+def test_members_make_collectives_by_different_ways(ranks, seed, tmp_path):
+    for made in ranks.run(collectives, tmp_path / "store", seed):
+        assert set(made) == {"reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier",
+                             "all_gather_single", "reduce_scatter_single", "all_to_all_single"}
+        assert all(n > 3 for n in made.values()), made
 
 
 def refused_collectives(path):

@@ -234,7 +234,8 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
         Which of the tensors the method reads, and which it writes.
     at_once
         The number of arguments with which a call may be made at once: what the group's `_at_once` has for the method is
-        called first, and if it returns True, it has made the call, and there is nothing to wait for. 0: never.
+        called first. If that returns True, it has made the call, and the method returns None, as torch allows where the
+        options say that the caller waits. 0: never.
 
     For other arguments the decorated method raises TypeError, as torch's own does.
     """
@@ -253,7 +254,7 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             if at_once:
-                if keywords and [*keywords] == ["opts"]:  # as torch calls barrier
+                if len(keywords) == 1 and type(keywords.get("opts")) is options:  # as torch calls barrier
                     arguments, keywords = (*arguments, keywords["opts"]), {}
                 if len(arguments) == at_once and not keywords:
                     shortest = self._at_once.get(name)
