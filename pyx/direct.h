@@ -118,7 +118,7 @@ static inline struct bps_channel_layout bps_direct_layout(int n, uint64_t most)
 {
     struct bps_channel_layout layout;
     uint64_t small = bps_direct_small(n);
-    int has_boxes = most > small;
+    int has_boxes = most > small && n > 1;
     layout.cell_nbytes = bps_direct_up(most < small ? most : small, BPS_SUM_LINE);
     /* for each rank about as many bytes as the tensor has, up to four whole chunks; but 256 KiB if a call has between 32
      * and 256: measured, 64 KiB take 1.25 times as long in one box that every call uses as in four in turn */
@@ -483,6 +483,8 @@ static inline int bps_direct_take(struct bps_channel *channel, const struct bps_
 /* The size of the chunks of a sum of more than a cell. */
 static inline uint64_t bps_direct_chunk_nbytes(const struct bps_channel *channel, uint64_t nbytes)
 {
+    if (channel->port.n == 1)
+        return nbytes == 0 ? 1 : nbytes; /* it has no boxes */
     if (channel->port.n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
         return channel->box_nbytes / 2;
     return channel->box_nbytes;
@@ -500,6 +502,8 @@ static inline void bps_direct_prepare(const struct bps_channel *channel, uint64_
 {
     int me = channel->port.me;
     const char *at = channel->cells + ((uint64_t)me * 2 + ((channel->calls + 1) & 1)) * channel->cell_nbytes;
+    if (channel->port.n == 1)
+        return;
     BPS_FETCH_OWN(&channel->lines[me]);
     if (nbytes > channel->cell_nbytes) {
         BPS_FETCH_OWN(&channel->lines[me].reduced);
@@ -963,8 +967,41 @@ struct bps_direct_work {
     };
 };
 
+static inline void bps_direct_copy(char *to, const char *from, uint64_t nbytes)
+{
+    if (to != NULL && to != from && nbytes != 0)
+        memcpy(to, from, nbytes);
+}
+
+/* A call of the only rank: nobody is waited for, so the end of the job is looked at here. */
+static inline int bps_direct_alone(const struct bps_channel *channel, struct bps_direct_work *work)
+{
+    struct bps_direct_gather *gather = &work->gather;
+    struct bps_direct_scatter *scatter = &work->scatter;
+    struct bps_direct_pieces *pieces = &work->pieces;
+    struct bps_sum_call loop = {.n = 1, .divisor = work->sum.divisor};
+    BPS_DIRECT_TRY(bps_direct_trouble(&channel->port, 1));
+    if (work->kind == BPS_DIRECT_SUM || work->kind == BPS_DIRECT_SCATTER) {
+        int is_sum = work->kind == BPS_DIRECT_SUM;
+        loop.to = is_sum ? work->to : scatter->to;
+        loop.inputs[0] = (char *)(uintptr_t)(is_sum ? work->from : scatter->from[0]);
+        loop.nbytes = is_sum ? work->nbytes : scatter->nbytes[0];
+        if (loop.to != NULL && loop.nbytes != 0)
+            bps_sum_run(work->sum.kernel, &loop);
+    } else if (work->kind == BPS_DIRECT_GATHER) {
+        bps_direct_copy(gather->places[0], gather->own, gather->nbytes[0]);
+    } else if (work->kind == BPS_DIRECT_PIECES) {
+        pieces->offered[0] = pieces->given[0];
+        if (pieces->given[0] == pieces->wanted[0])
+            bps_direct_copy(pieces->to[0], pieces->from[0], pieces->given[0]);
+    }
+    return BPS_DIRECT_DONE;
+}
+
 static inline int bps_direct_do(struct bps_channel *channel, struct bps_direct_work *work, struct bps_direct_call *call)
 {
+    if (channel->port.n == 1)
+        return bps_direct_alone(channel, work);
     switch (work->kind) {
     case BPS_DIRECT_SUM:
         return bps_direct_all_reduce(channel, work->to, work->from, work->nbytes, &work->sum, call);

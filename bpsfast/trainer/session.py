@@ -87,7 +87,7 @@ class Session:
                                                   is_crowded=self.local_size > (os.cpu_count() or 1)),
                                 self.tensors.deferred)
         #: Whether tensors of all ranks may be summed by the ranks themselves.
-        self.sums_directly = (self.n_nodes + self.n_helpers == 1 and self.size > 1 and settings.sums == "on"
+        self.sums_directly = (self.n_nodes + self.n_helpers == 1 and settings.sums == "on"
                               and settings.direct_sums == "auto")
         self.devices = Devices(self)
         self._lock = threading.RLock()
