@@ -77,6 +77,19 @@ def test_it_carries_both_ways_what_it_is_given(link, ends):
     assert link.carried.packets > 2 * NBYTES // 1500 and link.carried.resets == 0
 
 
+def test_a_long_link_delays_all_packets_and_has_a_rate(link, ends):
+    a, b = ends
+    link.lengthen(0.05, rate_bytes=4e6)
+    begin = time.monotonic()
+    b.sendall(b"x")
+    assert a.recv(1) == b"x" and time.monotonic() - begin >= 0.05
+    begin = time.monotonic()
+    assert passes(a, b, 2 << 20), "what the queue has dropped comes again"
+    assert time.monotonic() - begin >= 0.05 + (2 << 20) / 4e6
+    link.mend()
+    assert passes(b, a)
+
+
 def test_what_is_lost_comes_again(link, ends):
     a, b = ends
     link.lose(0.1)

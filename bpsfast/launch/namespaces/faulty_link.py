@@ -37,6 +37,8 @@ _PACKET_NBYTES = 65536
 _ADDRESSES = ("10.78.0.1", "10.78.0.2")
 _BATCH = 64
 _JOIN_S = 10.0
+#: A link with a rate has at least a queue of what it carries in so many seconds.
+_QUEUE_S = 0.05
 
 
 class ForwarderCounters(msgspec.Struct):
@@ -59,14 +61,15 @@ def missing() -> str | None:
 class _Direction:
     """One direction, from the device *source* to the device *target* (descriptors). Forwarder thread only.
 
-    `held`: packets that wait until `held_until`, in order, since packets do not overtake each other on a link.
+    `held`: packets that wait, each until a time, in order, since packets do not overtake each other on a link; none
+    leaves before `held_until`. `free_at`: when the packets so far have been sent at the rate of the link.
     """
 
     def __init__(self, source: int, target: int) -> None:
         self.source = source
         self.target = target
         self.held: deque[tuple[float, bytes]] = deque()
-        self.held_until = 0.0
+        self.held_until = self.free_at = 0.0
         self.is_cut = False
         self.nbytes = 0  # of payload, since the last reset
         self.n_unchanged = 0  # bytes of payload, since the last change
@@ -95,6 +98,7 @@ class FaultyLink(Closing):
         self._random = random.Random(seed)
         self._loss = 0.0
         self._spike_s = self._spike_share = 0.0
+        self._delay_s = self._rate_bytes = 0.0
         self._resets = self._reset_nbytes = 0
         self._changes = self._change_nbytes = 0
         self._refuses = False
@@ -146,16 +150,23 @@ class FaultyLink(Closing):
         """After each packet, with the probability *share*, delay its direction by *delay_s* seconds."""
         self._spike_s, self._spike_share = delay_s, share
 
+    def lengthen(self, delay_s: float, rate_bytes: float = 0.0) -> None:
+        """Delay each packet by *delay_s* seconds, and carry *rate_bytes* per second each way, from now on; 0: any rate.
+
+        Packets wait in a queue of twice what is on the way, or of 50 ms if that is more; others are dropped.
+        """
+        self._delay_s, self._rate_bytes = delay_s, rate_bytes
+
     def cut(self, *names: str) -> None:
         """Drop all packets from the machines *names* (none: from both) until `mend`."""
         for name in names or self._directions:
             self._directions[name].is_cut = True
 
     def mend(self) -> None:
-        """Forward all packets again, except those of forgotten connections."""
+        """Forward all packets again, at once, except those of forgotten connections."""
         for direction in self._directions.values():
             direction.is_cut = False
-        self._loss = self._spike_share = 0.0
+        self._loss = self._spike_share = self._delay_s = self._rate_bytes = 0.0
         self._resets = self._changes = 0
         self._refuses = False
 
@@ -228,8 +239,16 @@ class FaultyLink(Closing):
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
             direction.held_until = max(direction.held_until, now + self._spike_s)
-        if direction.held or now < direction.held_until:
-            direction.held.append((direction.held_until, packet))
+        due = max(now + self._delay_s, direction.held_until, direction.held[-1][0] if direction.held else 0.0)
+        if self._rate_bytes:
+            begin = max(now, direction.free_at)
+            if begin - now > max(2 * self._delay_s, _QUEUE_S):
+                self.carried.dropped += 1
+                return
+            direction.free_at = begin + len(packet) / self._rate_bytes
+            due = max(due, direction.free_at + self._delay_s)
+        if direction.held or due > now:
+            direction.held.append((due, packet))
             return
         self._write(direction.target, packet)
         if segment is not None and self._resets and segment.nbytes:
