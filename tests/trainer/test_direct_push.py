@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -337,6 +338,32 @@ def test_a_stopped_rank_is_named_at_the_deadline(job, nbytes):
         text, waited_s, then = outcome.value
         assert text.startswith("StallError") and "rank 1" in text and 2.9 < waited_s < 6, outcome
         assert then in ("BusyError", "PeerLostError")
+    running.kill()
+
+
+def alone(ready):
+    """Sum until the node is gone, which is noticed though nobody is waited for; return the text of the error."""
+    n_sums, _ = any_forms("alone", "float32", False)
+    assert n_sums > 5
+    x = np.arange(1000, dtype=np.float32)
+    Path(ready).touch()
+    deadline = time.monotonic() + 20
+    with pytest.raises(bpsfast.BpsError) as caught:
+        while time.monotonic() < deadline:
+            bpsfast.push_pull(x, False, "x", out=x)
+    return str(caught.value)
+
+
+def test_the_only_rank_sums_by_itself_and_notices_the_end_of_its_node(job, tmp_path):
+    running, ready = job(ranks=(1,), direct_sums="auto"), tmp_path / "ready"
+    running.begin(alone, str(ready))
+    deadline = time.monotonic() + 30
+    while not ready.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.kill_daemon("node 0")
+    [outcome] = running.outcomes()
+    assert "node 0" in outcome.value, outcome
     running.kill()
 
 
