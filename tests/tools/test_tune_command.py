@@ -123,7 +123,7 @@ def test_a_job_that_ends_early_is_said_to(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     msgspec.convert(found, schemas.TunedJob, strict=True)
     assert not found["is_over"] and found["trials"][0]["reason"] == "present"
-    assert not (tmp_path / "bpsfast").exists()
+    assert not (tmp_path / "bpsfast" / "tuned").exists()
 
 
 @pytest.mark.parametrize("program", [["true"], ["no such program"]])
