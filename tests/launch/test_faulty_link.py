@@ -90,6 +90,30 @@ def test_a_long_link_delays_all_packets_and_has_a_rate(link, ends):
     assert passes(b, a)
 
 
+def test_a_mended_link_delivers_what_it_held_and_forgets_its_queue(link, ends):
+    a, b = ends
+    link.lengthen(30.0, rate_bytes=1e4)
+    b.sendall(bytes(5000))
+    time.sleep(0.05)  # the packets are held for half a minute, or not yet read: they come now either way
+    link.mend()
+    begin, got = time.monotonic(), 0
+    while got < 5000:
+        got += len(a.recv(5000))
+    link.lengthen(0.01)
+    assert passes(a, b) and time.monotonic() - begin < 15
+
+
+def test_a_long_link_resets_too(link, ends):
+    a, b = ends
+    link.lengthen(0.01)
+    link.reset(1, every_nbytes=1000)
+    b.sendall(bytes(5000))
+    with pytest.raises(ConnectionResetError):
+        while a.recv(5000):
+            pass
+    assert link.carried.resets == 1
+
+
 def test_what_is_lost_comes_again(link, ends):
     a, b = ends
     link.lose(0.1)

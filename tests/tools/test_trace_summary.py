@@ -53,6 +53,13 @@ def test_five_lines_say_it_in_words(tmp_path):
         "clocks: 4 processes on 1 clock"]
 
 
+def test_a_direct_sum_is_input_and_wait(tmp_path):
+    records = b"".join(record("direct", 100_000 * i, 100_000 * i + 30_000, round_=i + 1) for i in range(4))
+    trace.write(tmp_path, "rank 0", records, {0: Part("w")}, Origin(node=0, rank=0))
+    found = trace.summarise(trace.load(tmp_path))
+    assert (found.steps, found.step_s, found.wait_s) == (3, pytest.approx(100e-6), pytest.approx(30e-6))
+
+
 def test_steps_are_counted_from_input_to_input(tmp_path):
     """Three rounds, 100 us each but for the last, which is not whole: compute is what is neither copy nor wait."""
     records = b"".join(record("copy", 100_000 * i, 100_000 * i + 10_000, round_=i + 1)

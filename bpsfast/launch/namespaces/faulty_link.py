@@ -58,18 +58,26 @@ def missing() -> str | None:
     return netns.missing()
 
 
+class _Line(msgspec.Struct, frozen=True):
+    """How long a link is, in seconds, and its rate each way; 0: any."""
+
+    delay_s: float = 0.0
+    rate_bytes: float = 0.0
+
+
 class _Direction:
     """One direction, from the device *source* to the device *target* (descriptors). Forwarder thread only.
 
     `held`: packets that wait, each until a time, in order, since packets do not overtake each other on a link; none
-    leaves before `held_until`. `free_at`: when the packets so far have been sent at the rate of the link.
+    leaves before `held_until`. `free_at`: when the packets so far have been sent at the rate of the `line`.
     """
 
     def __init__(self, source: int, target: int) -> None:
         self.source = source
         self.target = target
-        self.held: deque[tuple[float, bytes]] = deque()
+        self.held: deque[tuple[float, bytes, Segment | None]] = deque()
         self.held_until = self.free_at = 0.0
+        self.line = _Line()
         self.is_cut = False
         self.nbytes = 0  # of payload, since the last reset
         self.n_unchanged = 0  # bytes of payload, since the last change
@@ -98,7 +106,7 @@ class FaultyLink(Closing):
         self._random = random.Random(seed)
         self._loss = 0.0
         self._spike_s = self._spike_share = 0.0
-        self._delay_s = self._rate_bytes = 0.0
+        self._line = _Line()
         self._resets = self._reset_nbytes = 0
         self._changes = self._change_nbytes = 0
         self._refuses = False
@@ -155,7 +163,8 @@ class FaultyLink(Closing):
 
         Packets wait in a queue of twice what is on the way, or of 50 ms if that is more; others are dropped.
         """
-        self._delay_s, self._rate_bytes = delay_s, rate_bytes
+        self._line = _Line(delay_s, rate_bytes)  # at once: the forwarder reads it
+        self._wake.ring()
 
     def cut(self, *names: str) -> None:
         """Drop all packets from the machines *names* (none: from both) until `mend`."""
@@ -166,9 +175,11 @@ class FaultyLink(Closing):
         """Forward all packets again, at once, except those of forgotten connections."""
         for direction in self._directions.values():
             direction.is_cut = False
-        self._loss = self._spike_share = self._delay_s = self._rate_bytes = 0.0
+        self._loss = self._spike_share = 0.0
         self._resets = self._changes = 0
         self._refuses = False
+        self._line = _Line()
+        self._wake.ring()
 
     def reset(self, count: int, every_nbytes: int) -> None:
         """Reset *count* connections after a segment with payload, one per *every_nbytes* of a direction.
@@ -201,11 +212,18 @@ class FaultyLink(Closing):
             poller.register(fd, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
+            self._wake.clear()
             for direction in self._directions.values():
+                line = self._line
+                if line is not direction.line:
+                    direction.line, direction.free_at = line, 0.0
+                    if line == _Line():  # mended: what is held leaves now
+                        direction.held_until = 0.0
+                        direction.held = deque((0.0, packet, segment) for _, packet, segment in direction.held)
                 for packet in _packets(direction.source):
                     self._take(direction, packet)
                 while direction.held and direction.held[0][0] <= time.monotonic():
-                    self._write(direction.target, direction.held.popleft()[1])
+                    self._deliver(direction, *direction.held.popleft()[1:])
 
     def _patience_ms(self) -> int | None:
         first = min((direction.held[0][0] for direction in self._directions.values() if direction.held), default=None)
@@ -239,17 +257,22 @@ class FaultyLink(Closing):
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
             direction.held_until = max(direction.held_until, now + self._spike_s)
-        due = max(now + self._delay_s, direction.held_until, direction.held[-1][0] if direction.held else 0.0)
-        if self._rate_bytes:
+        line = direction.line
+        due = max(now + line.delay_s, direction.held_until, direction.held[-1][0] if direction.held else 0.0)
+        if line.rate_bytes:
             begin = max(now, direction.free_at)
-            if begin - now > max(2 * self._delay_s, _QUEUE_S):
+            if begin - now > max(2 * line.delay_s, _QUEUE_S):
                 self.carried.dropped += 1
                 return
-            direction.free_at = begin + len(packet) / self._rate_bytes
-            due = max(due, direction.free_at + self._delay_s)
+            direction.free_at = begin + len(packet) / line.rate_bytes
+            due = max(due, direction.free_at + line.delay_s)
         if direction.held or due > now:
-            direction.held.append((due, packet))
-            return
+            direction.held.append((due, packet, segment))
+        else:
+            self._deliver(direction, packet, segment)
+
+    def _deliver(self, direction: _Direction, packet: bytes, segment: Segment | None) -> None:
+        """Write a packet, and maybe a reset behind it."""
         self._write(direction.target, packet)
         if segment is not None and self._resets and segment.nbytes:
             direction.nbytes += segment.nbytes

@@ -124,7 +124,8 @@ def _of_rank(process: Process, job: Job, rounds: Mapping[tuple[int, int], list[t
     waiting: dict[str, float] = defaultdict(float)
     tensors: dict[str, float] = defaultdict(float)
     seen_ns = begin_ns
-    for a, b, span in sorted((each for each in inside if each[2].kind == "wait"), key=lambda each: each[:2]):
+    waits = sorted((each for each in inside if each[2].kind in ("wait", "direct")), key=lambda each: each[:2])
+    for a, b, span in waits:
         left = without([(max(a, seen_ns), b)], copies)  # if two threads wait at once, the first one counts
         seen_ns = max(seen_ns, b)
         wait_ns += length(left)
@@ -143,7 +144,7 @@ def _window(spans: list[Span]) -> tuple[int, int, int]:
     """Return begin, end and number of steps between inputs of the most pushed partition; of one step, all time."""
     given: dict[int, dict[int, int]] = defaultdict(dict)
     for span in spans:
-        if span.kind in ("copy", "push"):
+        if span.kind in ("copy", "push", "direct"):
             part, round_ = span.key
             given[part][round_] = min(span.begin_ns, given[part].get(round_, span.begin_ns))
     moments = max((sorted(by_round.values()) for by_round in given.values()), key=lambda m: (len(m), -m[0]), default=[])
