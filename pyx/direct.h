@@ -111,7 +111,7 @@ struct bps_channel_layout {
 static inline uint64_t bps_direct_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
 
 /* Where sums in cells become slower than boxes: every rank reads all cells. */
-static inline uint64_t bps_direct_small(int n) { return n == 2 ? 2048 : 4096; }
+static inline uint64_t bps_direct_small(int n) { return n == 1 ? BPS_SUM_LINE : n == 2 ? 2048 : 4096; }
 
 /* The memory of a channel for sums of at most `most` bytes among n ranks. */
 static inline struct bps_channel_layout bps_direct_layout(int n, uint64_t most)
@@ -125,7 +125,7 @@ static inline struct bps_channel_layout bps_direct_layout(int n, uint64_t most)
     uint64_t box = most > BPS_DIRECT_CHUNK ? (most + BPS_DIRECT_SLOTS - 1) / BPS_DIRECT_SLOTS : most;
     layout.box_nbytes = has_boxes ? bps_direct_up(box < BPS_DIRECT_CHUNK ? box : BPS_DIRECT_CHUNK, 2 * BPS_SUM_LINE) : 0;
     layout.n_slots = !has_boxes ? 0 : most > BPS_DIRECT_CHUNK ? BPS_DIRECT_SLOTS : 1;
-    if (most > BPS_DIRECT_ONE_BOX && most <= BPS_DIRECT_CHUNK / 2)
+    if (has_boxes && most > BPS_DIRECT_ONE_BOX && most <= BPS_DIRECT_CHUNK / 2)
         layout.n_slots = most <= BPS_DIRECT_CHUNK / 4 ? 4 : 2;
     layout.lines = (uint64_t)n * sizeof(struct bps_direct_rank);
     layout.cells = layout.lines + (uint64_t)n * sizeof(struct bps_direct_line);

@@ -110,7 +110,7 @@ class PartitionRole:
         members = self.members_of(unit.ranks)
         if list(self._me.ranks) != sorted(self._me.ranks):
             return 0  # the engine combines inputs by local rank, ranks by rank: the bits would differ
-        if (not unit.direct or members.nodes != (self._me.index,) or len(members.local) > MOST_RANKS
+        if (not unit.direct or members.nodes != (self._me.index,) or not 2 <= len(members.local) <= MOST_RANKS
                 or any(part.owner != self._me.index for part in unit.parts)):
             return 0
         return channel_nbytes(len(members.local), unit.nbytes or ANY_NBYTES)

@@ -1,6 +1,7 @@
 """Sums the tensors that TensorFlow, JAX or Keras pass in one call, given by host addresses of inputs and results.
 
-It pushes all of them to the node, then waits for each.
+Ranks of one machine sum them by themselves, one unit after another. Others are pushed to the node, all of them before
+the first is waited for.
 """
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
+
+import msgspec
+import numpy as np
 
 from ..base.dtypes import TABLE
 from ..orchestration.codec import CodecSpec
@@ -73,6 +77,7 @@ class Bundle:
         #: Tensors without bytes are neither declared nor sent.
         self._specs = [(number, spec, nbytes) for number, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
         self._units: dict[Unit, list[_Member]] = {}
+        self._together: dict[Unit, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}  # what is summed directly as one
         self._lock = threading.Lock()
 
     def run(self, sources: Sequence[int], targets: Sequence[int], learning_rate: float | None = None) -> None:
@@ -86,10 +91,16 @@ class Bundle:
             units = self._units or self._committed()
             begun: list[tuple[Unit, int]] = []
             try:
+                direct = [unit for unit in units if unit.direct is not None]
                 for unit, members in units.items():
+                    if unit.direct is not None:
+                        continue
                     if learning_rate is not None and unit.codec is not None:
                         unit.learning_rate = learning_rate
                     begun.append((unit, _push(unit, members, sources)))
+                for unit in direct:
+                    if not self._sum_directly(unit, sources, targets):
+                        begun.append((unit, _push(unit, units[unit], sources)))
                 deadline = time.monotonic() + timeout_s
                 for unit, round in begun:
                     _deliver(unit, round, units[unit], targets, deadline)
@@ -100,14 +111,35 @@ class Bundle:
                 raise
 
     def _committed(self) -> dict[Unit, list[_Member]]:
-        tensors = self.session.tensors
-        tensors.declare([spec for _, spec, _ in self._specs])
+        tensors, may_be_direct = self.session.tensors, self.session.sums_directly
+        tensors.declare([msgspec.structs.replace(spec, direct=may_be_direct and spec.codec is None)
+                         for _, spec, _ in self._specs])
         found: dict[Unit, list[_Member]] = {}
         for number, spec, nbytes in self._specs:
             unit = tensors.unit(spec.name)
             found.setdefault(unit, []).append(_Member(number, unit.members[spec.name].offset, nbytes))
         self._units = found
         return found
+
+
+    def _sum_directly(self, unit: Unit, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """Sum the tensors of *unit* without the node; return False, and do nothing, where that is not possible."""
+        members = self._units[unit]
+        if len(members) == 1:
+            number, _, nbytes = members[0]
+            _ask_for_huge_pages(targets[number], nbytes)
+            return unit.sum_directly(sources[number], targets[number], nbytes)
+        together = self._together.get(unit)
+        if together is None:
+            together = self._together[unit] = np.zeros(unit.nbytes, np.uint8)
+        base = together.ctypes.data
+        for number, offset, nbytes in members:
+            copy(base + offset, sources[number], nbytes)
+        if not unit.sum_directly(base, base, unit.nbytes):
+            return False
+        for number, offset, nbytes in members:
+            copy(targets[number], base + offset, nbytes)
+        return True
 
 
 def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int:

@@ -31,7 +31,7 @@ from ..orchestration.errors import (
 )
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
-from ..pyx.direct import ANY_NBYTES, Channel, DirectTensor
+from ..pyx.direct import ANY_NBYTES, Channel, DirectTensor, channel_nbytes, format_channel
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from .guarded_port import GuardedPort
@@ -59,6 +59,7 @@ class UnitOwner(Protocol):
     local_size: int
     n_nodes: int
     n_helpers: int
+    sums_directly: bool
 
     def require_open(self) -> None: ...
     def close(self, clean: bool = True, reason: str = "") -> None: ...  # timeout
@@ -104,15 +105,26 @@ class Unit:
         #: Numbers of the partitions whose results lie on a device of this machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
         self._readers: list[tuple[int, CopyToDevice]] = []  # (round, copy to a device that may go on)
-        self.ranks = plan.ranks or tuple(range(session.size)) if ready.channel else ()
+        is_alone = plan.direct and session.sums_directly and session.size == 1 and self.nbytes > 0
+        self.ranks = plan.ranks or tuple(range(session.size)) if ready.channel or is_alone else ()
         #: In which its ranks call each other directly; None: they do not.
-        self.channel = self._open_channel(ready, segments) if ready.channel else None
+        self.channel: Channel | None = None
+        if ready.channel:
+            self.channel = self._open_channel(ready, segments)
+        elif is_alone:
+            self.channel = self._channel_of_one()
         #: Its direct sums; None: the node forms all sums.
         self.direct: DirectTensor | None = None
         if self.channel is not None and self.nbytes:
             self.direct = session.port.direct_tensor(self.channel, self, self.ranks, plan.dtype,
                                                      len(self.ranks) if plan.average else 1,
                                                      lambda: session.settings.timeout_s)
+
+    def _channel_of_one(self) -> Channel:
+        """Return a channel in this process's memory, for the job's only rank."""
+        memory = np.zeros(channel_nbytes(1, self.nbytes), np.uint8)
+        format_channel(memory.ctypes.data, 1)
+        return self.session.port.open_channel(memory.data, 1, 0, self.nbytes)
 
     def _open_channel(self, ready: UnitReady, segments: Mapping[tuple[str, int], Segment]) -> Channel:
         number, offset = ready.channel

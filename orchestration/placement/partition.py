@@ -36,8 +36,9 @@ BITWISE_OPS = ("band", "bor", "bxor")
 
 #: Members begin at multiples of this: a cache line, and a multiple of every element's size.
 MEMBER_ALIGNMENT = 64
-
-
+#: Fused tensors of more bytes are summed by the node: they are copied together first, and apart afterwards, which a
+#: rank does while the node sums others.
+_MOST_DIRECT_OF_GROUP_NBYTES = 256 << 10
 #: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
 #: sum. In a group other units do that, and a second partition would only cost.
 _SHARED_NBYTES = 1 << 20
@@ -223,7 +224,8 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
                     store=members[0].store, islands=members[0].islands,
-                    direct=members[0].direct and members[0].group is None)
+                    direct=all(spec.direct for spec in members)
+                    and (len(members) == 1 or end <= _MOST_DIRECT_OF_GROUP_NBYTES))
 
 
 def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,
