@@ -45,7 +45,7 @@ cdef extern from "tensor_memory.h" nogil:
     enum: BPS_ARRAY_C_CONTIGUOUS, BPS_ARRAY_WRITEABLE
     int bps_array_is(const bps_array *, const bps_array_dtype *, const int64_t *, int, int)
 
-cdef extern from "direct.h" nogil:
+cdef extern from "direct_calls.h" nogil:
     ctypedef void (*bps_sum_kernel)(void *)
     struct bps_doorbell:
         uint64_t waiting
@@ -466,3 +466,4 @@ cdef class Channel:
 
 
 include "direct_repeated.pxi"
+include "direct_collectives.pxi"

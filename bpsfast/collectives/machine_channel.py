@@ -60,6 +60,7 @@ class MachineChannel:
         self._ranks = tuple(sorted(ranks))  # sums are formed in this order
         self._place = [self._ranks.index(rank) for rank in ranks]
         self._me = self._ranks.index(session.rank)
+        self._by_place = sorted(range(len(ranks)), key=self._place.__getitem__)  # members, in the order of the ranks
 
     def direct_calls(self, *arguments: Any) -> direct.DirectCalls:
         """Return `run` and `exchange` in C; *arguments*: those of `pyx.direct.DirectCalls` from *kind* on."""
@@ -120,7 +121,7 @@ class MachineChannel:
             address = first.source if root == self._me else first.destination
             return lambda left_s, look: channel.broadcast(root, address, first.nbytes, what, left_s, look)
         if first.root >= 0:
-            by_place = self._by_place(loads)
+            by_place = [loads[member] for member in self._by_place]
             addresses, sizes = [load.destination for load in by_place], [load.nbytes for load in by_place]
             own = by_place[self._me].source
             return lambda left_s, look: channel.all_gather(addresses, sizes, own, what, left_s, look)
@@ -128,14 +129,10 @@ class MachineChannel:
         if len(loads) == 1:
             places = first.destination, first.source, first.nbytes
             return lambda left_s, look: channel.all_reduce(*places, *kind, divisor, what, left_s, look)
-        by_place = self._by_place(loads)
+        by_place = [loads[member] for member in self._by_place]
         sources = [(load.source, load.nbytes) for load in by_place]
         to = by_place[self._me].destination
         return lambda left_s, look: channel.reduce_scatter(sources, to, *kind, divisor, what, left_s, look)
-
-    def _by_place(self, loads: Sequence[Load]) -> list[Load]:
-        """Return *loads*, which are one for each member, in the order of the channel's ranks."""
-        return [load for _, load in sorted(zip(self._place, loads, strict=True), key=lambda pair: pair[0])]
 
     def close(self, retires: bool) -> None:
         """Close the channel; *retires*: and free its memory once all members do that. No call may be under way."""

@@ -1,4 +1,4 @@
-"""All interleavings of the protocols of `pyx/direct.h`: no rank reads what is not written yet, or was overwritten.
+"""All interleavings of the protocols of `direct.h` and `direct_calls.h`: no rank reads too early, or too late.
 
 What a rank does in some calls is a list of steps: write a place, publish a word, wait for a word, or read a place and
 find there what the protocol promises. The test tries every order of the steps of two or three ranks. Without one of the
@@ -70,7 +70,7 @@ class Rank:
         if self.rules.publishes_last:
             self.publish("published", number)
 
-    # -- the calls, as in direct.h -------------------------------------------------------------------------------
+    # -- the calls, as in the headers ----------------------------------------------------------------------------
 
     def cells(self, *declining: int) -> None:
         """A sum in cells, of which the ranks *declining* take no part."""
@@ -182,7 +182,8 @@ class Rank:
     def gather(self, *given: int) -> None:
         """`bps_direct_exchange`: all give to all, or, of other bytes in the same places, each to each.
 
-        *given*: the chunks in which each rank has something; nobody waits for others but the first.
+        *given*: by rank, in how many chunks it gives bytes. A rank waits for the others' first chunk, and for those
+        with bytes.
         """
         n_chunks = max(given)
         self.calls += 1

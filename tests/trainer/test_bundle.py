@@ -34,6 +34,22 @@ def test_each_tensor_gets_its_sum(job, shape, values, expected, in_place):
     assert job(ranks=shape, fusion_bytes=1 << 20, **values).run(sums, 5, in_place) == [expected] * sum(shape)
 
 
+def overlapping():
+    """One rank's target overlaps its source, so that the node sums; return what the ranks have counted."""
+    bundle = Bundle(process.current(), specs_of([Leaf("overlapping", (1000,), "float32")], False, [None]))
+    for step in range(4):
+        memory = np.ones(1500, np.float32)
+        source, target = memory[500:], memory[:1000] if bpsfast.rank() == 0 and step % 2 else np.zeros(1000, np.float32)
+        bundle.run([source.ctypes.data], [target.ctypes.data])
+        assert (target == 2).all(), step
+    direct = process.current().tensors.unit("overlapping").direct
+    return direct.n_sums, direct.n_declined
+
+
+def test_a_target_that_overlaps_its_source_is_summed_by_the_node(job):
+    assert job(ranks=(2,), direct_sums="auto").run(overlapping) == [(2, 0), (2, 2)]
+
+
 def wide():
     leaves = [Leaf(f"w{i}", (20_000,), "float32") for i in range(4)]
     bundle = Bundle(process.current(), specs_of(leaves, True, [None] * 4))

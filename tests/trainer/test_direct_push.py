@@ -342,7 +342,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(job, nbytes):
 
 
 def alone(ready):
-    """Sum until the node is gone, which is noticed though nobody is waited for; return the text of the error."""
+    """Sum until a call raises because the node has ended; return the text of that error."""
     n_sums, _ = any_forms("alone", "float32", False)
     assert n_sums > 5
     x = np.arange(1000, dtype=np.float32)

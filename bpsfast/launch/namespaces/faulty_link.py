@@ -37,7 +37,7 @@ _PACKET_NBYTES = 65536
 _ADDRESSES = ("10.78.0.1", "10.78.0.2")
 _BATCH = 64
 _JOIN_S = 10.0
-#: A link with a rate has at least a queue of what it carries in so many seconds.
+#: The queue of a link with a rate holds at least the packets that the link carries in this time.
 _QUEUE_S = 0.05
 
 

@@ -1,7 +1,7 @@
 /* Direct calls: ranks sum, copy and meet through one channel, in cells and in boxes; some decline some sums. Then some
  * wait for one that stays away until their deadline. */
 #include "../node.h"
-#include "direct.h"
+#include "direct_calls.h"
 
 enum { MOST_RANKS = 3, N_CALLS = 32 };
 static const uint64_t MOST = 3 << 20;
