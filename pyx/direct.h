@@ -360,6 +360,24 @@ static inline int bps_direct_agree(const struct bps_channel *channel, int r, uin
     return line->header[parity].nbytes == BPS_DIRECT_NOT_HERE ? BPS_DIRECT_DECLINED : BPS_DIRECT_DIFFERENT;
 }
 
+/* The cell of rank r in the present call. */
+static inline char *bps_direct_cell(const struct bps_channel *channel, int r)
+{
+    return channel->cells + ((uint64_t)r * 2 + (channel->calls & 1)) * channel->cell_nbytes;
+}
+
+/* Copy an input into a cell. The last line is written whole: measured, the others then read it in half the time. */
+static inline void bps_direct_fill_cell(char *cell, const char *from, uint64_t nbytes)
+{
+    uint64_t whole = nbytes / BPS_SUM_LINE * BPS_SUM_LINE;
+    memcpy(cell, from, whole);
+    if (whole != nbytes) {
+        bps_line last = {0};
+        memcpy(&last, from + whole, nbytes - whole);
+        bps_store_line(cell + whole, last);
+    }
+}
+
 static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                        const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
@@ -368,21 +386,19 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
     uint32_t round = ++channel->chunks;
     struct bps_sum_call loop;
     bps_direct_say(channel, nbytes, sum->call);
-    uint64_t parity = channel->calls & 1;
-    memcpy(channel->cells + ((uint64_t)me * 2 + parity) * channel->cell_nbytes, from, nbytes);
+    bps_direct_fill_cell(bps_direct_cell(channel, me), from, nbytes);
     bps_direct_follow(channel, round);
     bps_direct_publish(port, &channel->lines[me].published, round);
     call->summing = channel;
     call->first = round;
     for (int r = 0; r < n; r++) {
-        loop.inputs[r] = channel->cells + ((uint64_t)r * 2 + parity) * channel->cell_nbytes;
+        loop.inputs[r] = bps_direct_cell(channel, r);
         if (r == me)
             continue;
         BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].published, round, r, call));
         BPS_DIRECT_TRY(bps_direct_agree(channel, r, nbytes, sum->call));
     }
-    if (nbytes % BPS_SUM_LINE == 0)
-        loop.inputs[me] = (char *)(uintptr_t)from; /* whose lines no other rank reads */
+    loop.inputs[me] = (char *)(uintptr_t)from; /* not the cell, whose lines other ranks read meanwhile */
     loop.to = to;
     loop.ahead = NULL;
     loop.nbytes = nbytes;

@@ -9,6 +9,8 @@
 
 #include "direct.h"
 
+#define BPS_DIRECT_CALLS_PER_LOOK 256u /* of a job's only rank */
+
 /* -- copies ---------------------------------------------------------------------------------------------------------- */
 
 /* Wait until all ranks are in this call: `what` and `nbytes` say which. */
@@ -73,7 +75,7 @@ static inline int bps_direct_broadcast(struct bps_channel *channel, int root, ch
     struct bps_direct_port *port = &channel->port;
     bps_direct_say(channel, nbytes, what);
     int is_small = nbytes <= channel->cell_nbytes;
-    char *cell = channel->cells + ((uint64_t)root * 2 + (channel->calls & 1)) * channel->cell_nbytes;
+    char *cell = bps_direct_cell(channel, root);
     if (is_small && port->me == root)
         memcpy(cell, memory, nbytes);
     BPS_DIRECT_TRY(bps_direct_meet(channel, nbytes, what, call));
@@ -127,12 +129,6 @@ static inline int bps_direct_await_chunk(struct bps_channel *channel, int r, uin
 {
     BPS_DIRECT_TRY(bps_direct_wait(&channel->port, &channel->lines[r].published, number, r, call));
     return is_first ? bps_direct_agree(channel, r, nbytes, what) : BPS_DIRECT_DONE;
-}
-
-/* The cell of rank r in the present call. */
-static inline char *bps_direct_cell(const struct bps_channel *channel, int r)
-{
-    return channel->cells + ((uint64_t)r * 2 + (channel->calls & 1)) * channel->cell_nbytes;
 }
 
 /* What each rank has for all, and where this rank wants that of each; NULL: it does not. */
@@ -419,13 +415,14 @@ static inline void bps_direct_copy(char *to, const char *from, uint64_t nbytes)
 }
 
 /* A call in a channel of one rank. No wait checks whether the job is over, so this does. */
-static inline int bps_direct_alone(const struct bps_channel *channel, struct bps_direct_work *work)
+static inline int bps_direct_alone(struct bps_channel *channel, struct bps_direct_work *work)
 {
     struct bps_direct_gather *gather = &work->gather;
     struct bps_direct_scatter *scatter = &work->scatter;
     struct bps_direct_pieces *pieces = &work->pieces;
     struct bps_sum_call loop = {.n = 1, .divisor = work->sum.divisor};
-    BPS_DIRECT_TRY(bps_direct_trouble(&channel->port, 1));
+    /* whether the node lives is asked in a few calls only: the system call takes longer than the rest of one */
+    BPS_DIRECT_TRY(bps_direct_trouble(&channel->port, channel->calls++ % BPS_DIRECT_CALLS_PER_LOOK == 0));
     if (work->kind == BPS_DIRECT_SUM || work->kind == BPS_DIRECT_SCATTER) {
         int is_sum = work->kind == BPS_DIRECT_SUM;
         loop.to = is_sum ? work->to : scatter->to;

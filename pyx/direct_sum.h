@@ -366,15 +366,17 @@ static inline void bps_sum_any(bps_sum_kernel kernel, struct bps_sum_call *call)
     memcpy(call->to + whole, result, rest);
 }
 
-/* The same where all inputs can be read up to the end of their last line, and none gets the result back. */
+/* The same where the other ranks' inputs can be read up to the end of their last line, and none gets the result back. */
 static inline void bps_sum_any_padded(bps_sum_kernel kernel, struct bps_sum_call *call)
 {
     uint64_t rest = bps_sum_whole(kernel, call), whole = call->nbytes;
     if (rest == 0)
         return;
-    char result[BPS_SUM_LINE], *to = call->to + whole;
+    char own[BPS_SUM_LINE] = {0}, result[BPS_SUM_LINE], *to = call->to + whole;
     for (int r = 0; r < call->n; r++)
         call->inputs[r] += whole;
+    memcpy(own, call->inputs[call->own], rest);
+    call->inputs[call->own] = own;
     call->to = result;
     call->nbytes = BPS_SUM_LINE;
     kernel(call);

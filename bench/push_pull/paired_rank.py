@@ -52,7 +52,8 @@ class Calls:
             x = bpsfast.empty((n,)) if name == "segment" else np.zeros(n, np.float32)
             result = np.zeros_like(x) if name.endswith(" out") else x
             if name in ("numpy", "numpy out", "segment"):
-                found[name] = partial(bpsfast.push_pull, x, False, f"{name} {nbytes}", out=result)
+                # by position, as MPI's: `partial` builds a dict for keywords in each call, which a direct call does not
+                found[name] = partial(bpsfast.push_pull, x, False, f"{name} {nbytes}", None, result)
             elif name in ("mpi", "mpi out"):
                 found[name] = partial(self._world.Allreduce, self._in_place if result is x else x, result)
                 if name == "mpi" and nbytes > PIECE_NBYTES:
@@ -74,7 +75,7 @@ class Calls:
         import bpsfast.torch as bps
 
         x, name = torch.zeros(max(1, nbytes // 4)), f"torch {nbytes}"
-        return lambda: bps.push_pull_inplace(x, False, name)
+        return partial(bps.push_pull_inplace, x, False, name)
 
     @staticmethod
     def _all_reduce(nbytes: int, group: Any) -> Call:
@@ -82,7 +83,7 @@ class Calls:
         import torch.distributed as dist
 
         x = torch.zeros(max(1, nbytes // 4))
-        return lambda: dist.all_reduce(x, group=group)
+        return partial(dist.all_reduce, x, dist.ReduceOp.SUM, group)
 
 
 def open_groups(world: Any, names: Sequence[str]) -> dict[str, Any]:
