@@ -284,6 +284,16 @@ def bench_neighbour() -> None:
     """Measure the step time of another job on this machine while a limited helper works, and while it is idle."""
 
 
+@_benchmark("scale")
+@click.option("--nodes", help="Numbers of machines with ranks.  [default: 8,64,256,1024]", metavar="N[,N]")
+@click.option("--ranks-per-node", "n_local", type=_COUNT, help="Ranks of each.  [default: 8]")
+@click.option("--helpers", "n_helpers", type=_COUNT, help="Number of helpers, of which one is lost.  [default: 4]")
+@click.option("--tensors", "n_tensors", type=click.IntRange(1, 60000), help="Tensors of a model.  [default: 16000]")
+@cli_options.result(quick="Model 8 and 64 machines, and 1000 tensors.")
+def bench_scale() -> None:
+    """Measure CPU time, memory and messages of the scheduler of a large job, whose machines are modelled."""
+
+
 @_benchmark("chaos")
 @click.option("--seeds", type=_COUNT, default=20, show_default=True, help="Number of trials, each a job of its own.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first trial.")

@@ -95,6 +95,7 @@ PIECES = (
     _bench("push_pull --nodes 2 --compare gloo --sizes 4K,64K,1M,64M", "push_pull_two_nodes.jsonl", 4, _machines),
     _bench("overhead", "overhead.jsonl", 2, _package("torch")),
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
+    _bench("scale", "scale.jsonl", 4),
     _bench("rows", "rows.jsonl", 1),
     _bench("frameworks --rounds 40", "frameworks.jsonl", 1, _package("jax", "tensorflow")),
     _bench("accuracy", "accuracy.jsonl", 2, _package("sklearn")),

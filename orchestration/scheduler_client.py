@@ -13,6 +13,7 @@ from . import messages as m
 from .clock_offset import ClockOffset
 from .errors import CapacityError, PeerLostError, StallError
 from .host_lookup import HostLookup, is_address
+from .long_lists import as_sent
 from .security import curve_pair
 
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -135,11 +136,12 @@ class SchedulerClient:
         return self._socket, self._monitor
 
     def send(self, message: m.Message) -> None:
-        """Send *message*, once the connection is established."""
-        data = m.encode(message)
+        """Send *message*, once the connection is established. Of many declared tensors only their digest is sent."""
+        data = m.encode(as_sent(message))
         if len(data) > m.LONGEST_NBYTES:
             raise CapacityError(f"a {type(message).__name__} of {len(data)} bytes is longer than the scheduler reads "
-                                f"({m.LONGEST_NBYTES}): declare fewer tensors at once, or with shorter names")
+                                f"({m.LONGEST_NBYTES}): use shorter names or values")
+        data = m.compressed(data)
         if self._connected_to:
             self._socket.send(data, zmq.NOBLOCK)
         else:

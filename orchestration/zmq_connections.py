@@ -25,8 +25,13 @@ from .handshakes import HandshakeLimiter, host_of
 HANDSHAKE_MS = 5000
 #: The most bytes of a connection before its first message is read: the handshake, a `Join`, heartbeats.
 PENDING_MAX_NBYTES = 256 << 10
-#: The most connections in a handshake at a time. A member that is cut off connects again by itself.
+#: The most connections in a handshake at a time, beside those of members. A member that is cut off connects again by
+#: itself; but if all come at once, and do not fit, they push each other out again and again.
 MAX_PENDING_HANDSHAKES = 256
+#: Interval of looks at how much strangers have sent: a thousand may connect at once, and a look is a few system calls.
+_LOOK_S = 0.05
+#: The most members that are counted: a stranger may have `PENDING_MAX_NBYTES` in place of each.
+_MOST_MEMBERS = 4096
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 #: Of `struct tcp_info`: tcpi_bytes_received, since Linux 4.1.
@@ -34,20 +39,24 @@ _BYTES_RECEIVED_AT = 128
 
 
 class ZmqHandshakeLimiter:
-    """Watches the connections of *server*, a TCP socket, bound or not. Thread: the server's own.
+    """Watches the connections of *server*, a TCP socket that is not bound yet. Thread: the server's own.
 
-    Poll `monitor` beside the server; call `note_message` with every message's frame, then `update` once all are read.
+    *n_members*: how many may connect at the same time. Poll `monitor` beside the server; call `note_message` with every
+    message's frame, then `update` once all are read.
     """
 
-    def __init__(self, server: zmq.Socket[bytes]) -> None:
+    def __init__(self, server: zmq.Socket[bytes], n_members: int = 0) -> None:
+        most = MAX_PENDING_HANDSHAKES + min(n_members, _MOST_MEMBERS)
         server.handshake_ivl = HANDSHAKE_MS
+        server.backlog = most  # the kernel takes its own limit, net.core.somaxconn, if that is less
         self.monitor = server.get_monitor_socket(_EVENTS)
         self.n_cut = 0
         self._server = server
         self._strangers: dict[int, Any] = {}  # descriptor -> the other end's address, which tells whose it is
-        self._limiter: HandshakeLimiter[int] = HandshakeLimiter(MAX_PENDING_HANDSHAKES, grace_s=0.0)
+        self._limiter: HandshakeLimiter[int] = HandshakeLimiter(most, grace_s=0.0)
         self._known: set[int] = set()
         self._lacks_descriptors = False
+        self._next_look = 0.0
 
     @property
     def n_strangers(self) -> int:
@@ -80,8 +89,12 @@ class ZmqHandshakeLimiter:
         self._read_events()
         if self._lacks_descriptors:
             return
-        while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
+        now = time.monotonic()
+        while (surplus := self._limiter.one_to_go(now)) is not None:
             self._cut_off(surplus)
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
         excessive = [fd for fd in self._limiter if self._has_sent_too_much(fd)]
         # What libzmq has read of a member begins with a message for us; on a busy machine it is not there yet.
         if excessive and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -193,7 +206,12 @@ class ConnectionActivity:
         if sender not in self._connections:
             return "an unknown address"
         address = self._connections[sender][1]
-        return "{}:{}".format(*address[:2]) if isinstance(address, tuple) else str(address)
+        if not isinstance(address, tuple):
+            return str(address)
+        host, port = address[:2]
+        if "." in host:
+            host = host.removeprefix("::ffff:")  # of IPv4, at a socket of both versions
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def silence_s(self, sender: bytes) -> float | None:
         """Return the time since the last byte of *sender*; None if its connection is not known, or gone."""

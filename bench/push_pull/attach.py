@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bpsfast.base.addresses import format_address
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.bench_run import BenchRun
@@ -56,8 +57,8 @@ def _look(host: str, port: int) -> Scrape:
     except NotBpsfastError as exc:
         raise ConfigError(f"{exc}: expected a node's metrics_port (BPSFAST_METRICS_PORT)") from exc
     except OSError as exc:
-        raise PeerLostError(f"no node answers at {host}:{port}: {exc}; does its job run with metrics_port "
-                            "(BPSFAST_METRICS_PORT)?") from exc
+        raise PeerLostError(f"no node answers at {format_address(host, port)}: {exc}; does its job run with "
+                            "metrics_port (BPSFAST_METRICS_PORT)?") from exc
 
 
 def _records(address: str, first: Scrape, last: Scrape) -> list[dict[str, Any]]:

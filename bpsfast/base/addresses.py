@@ -1,12 +1,13 @@
 """Find this machine's network addresses, also by route, and tell whether the scheduler's address can be reached."""
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
-import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..orchestration.errors import ConfigError, StallError
 from ..orchestration.host_lookup import HostLookup, is_address, resolve
@@ -15,12 +16,10 @@ from .settings import Settings
 _log = logging.getLogger("bpsfast.reach")
 _TIMEOUT_S = 2.0
 _AGAIN_S = 0.5
-#: An address for documentation (RFC 5737): its route is the default route. Nothing is sent there.
-_ANYWHERE = "192.0.2.1"
+#: Addresses for documentation (RFC 5737, RFC 3849): their routes are the default routes. Nothing is sent there.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 #: Names that are looked up in parallel.
 _N_LOOKUPS = 64
-#: What gloo's and NCCL's variables accept beside a name: `^` (all but), `=` (exactly), a list, a port.
-_OF_A_LIST = re.compile(r"[\^=,:\s]")
 #: Names that mean the loopback on every machine (RFC 6761, Debian's and Red Hat's hosts files).
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "localhost6")
 
@@ -28,6 +27,57 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "local
 def format_address(host: str, port: int) -> str:
     """Return ``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an IP *address*."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def any_host() -> str:
+    """Return the address that means all addresses of this machine: of both versions of IP, if it has both."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listening_socket(host: str, ports: str = "") -> socket.socket:
+    """Return a socket that listens on *host*, a name or an address of this machine, at a free one of *ports*.
+
+    *ports*: as the setting of that name. Blocks for at most two seconds. Raises `ConfigError` if nothing can listen
+    there.
+    """
+    least, most = port_range(ports)
+    listener = None
+    try:
+        address = resolve(host, _TIMEOUT_S) if host else host
+        listener = socket.socket(family_of(address), socket.SOCK_STREAM)
+        for port in range(least, most + 1):
+            try:
+                listener.bind((address, port))
+                listener.listen(128)
+                return listener
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE or port == most:
+                    raise
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
+        if listener is not None:
+            listener.close()
+        where = f"{host!r}, ports {ports}" if ports else repr(host)
+        raise ConfigError(f"cannot listen on {where}: {exc}; set BPSFAST_NODE_HOST to an address of this machine"
+                          + (", or BPSFAST_PORTS to a range with more free ports" if ports else "")) from exc
+    raise AssertionError("a range has at least one port")
+
+
+def port_range(ports: str) -> tuple[int, int]:
+    """Return the first and the last port of the setting *ports*; (0, 0), any free one, if it is not set.
+
+    Raises `ConfigError` if it is no range.
+    """
+    if not ports:
+        return 0, 0
+    first, _, last = ports.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise ConfigError(f"ports={ports!r} is no range of ports: expected one such as 30000-30999")
+    return int(first), int(last)
 
 
 def is_loopback(host: str) -> bool:
@@ -57,8 +107,8 @@ def unreachable_hint(host: str, port: int) -> str:
 def local_host(settings: Settings, scheduler_host: str) -> str:
     """Return this machine's own address: `node_host`, else the interface's, else that of the route to the scheduler.
 
-    Raises `ConfigError` if the interface does not exist or has no IPv4 address, or there is no route. `StallError` if
-    the scheduler's name was not resolved within `start_timeout_s`.
+    Raises `ConfigError` if the interface does not exist or has no address, or there is no route. `StallError` if the
+    scheduler's name was not resolved within `start_timeout_s`.
     """
     return configured_host(settings) or job_route_source(scheduler_host, settings.start_timeout_s)
 
@@ -66,27 +116,58 @@ def local_host(settings: Settings, scheduler_host: str) -> str:
 def configured_host(settings: Settings) -> str:
     """Return this machine's own address from the settings: `node_host`, else the interface's; "" if neither is set.
 
-    Raises `ConfigError` if the interface does not exist or has no IPv4 address.
+    Of several interfaces that the setting means the first one (of "all but" some that of the default route), and of its
+    addresses the first one of IPv4, else of IPv6. Raises `ConfigError` if there is none.
     """
     if settings.node_host or not settings.interface:
         return settings.node_host
     import psutil
 
     chosen, found = settings.interface, psutil.net_if_addrs()
-    addresses = {name: entry.address for name, entries in found.items() for entry in reversed(entries)
-                 if entry.family == socket.AF_INET}
-    if chosen in addresses:
-        return addresses[chosen]
-    there = f"BPSFAST_INTERFACE takes one of {', '.join(sorted(addresses)) or 'none, as there is no IPv4 address here'}"
-    if chosen in found:
-        raise ConfigError(f"interface={chosen!r} has no IPv4 address here. {there}")
-    if _OF_A_LIST.search(chosen):
-        raise ConfigError(f"interface={chosen!r} is a list as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, but nodes "
-                          f"listen on the address of one interface. {there}; unset, it is the one of the route to the "
-                          "scheduler")
-    near = [name for name in sorted(addresses) if name.startswith(chosen)]
-    hint = f" (a whole name, not the beginning of {', '.join(near)})" if near else ""
-    raise ConfigError(f"interface={chosen!r} has no IPv4 address here, as there is no such interface. {there}{hint}")
+    addresses = {name: own[0] for name, entries in found.items() if (own := _usable(entries))}
+    meant = [addresses[name] for name in _meant(chosen, list(found)) if name in addresses]
+    if chosen.startswith("^"):
+        meant = [address for address in meant if not is_loopback(address)]
+        usual = default_route_host()
+        meant.sort(key=lambda address: address != usual)
+    if meant:
+        return meant[0]
+    there = f"BPSFAST_INTERFACE takes {', '.join(sorted(addresses)) or 'none, as there is no address here'}"
+    why = "" if _meant(chosen, list(found)) else ", as there is no such interface"
+    raise ConfigError(f"interface={chosen!r} has no address here{why}. {there}; or a list as NCCL_SOCKET_IFNAME, such "
+                      "as ib,eth or ^docker,lo (all but)")
+
+
+def _meant(chosen: str, names: Sequence[str]) -> list[str]:
+    """Return those of *names* that the setting *chosen* means, the best one first: a list, as NCCL and gloo read it.
+
+    An interface of that name counts before those whose names only begin so; ``=`` excludes these, ``^`` means all
+    others.
+    """
+    all_but, wanted = chosen.startswith("^"), chosen.removeprefix("^")
+    prefixes = () if wanted.startswith("=") else tuple(each for each in wanted.split(",") if each)
+    exact = [each for each in wanted.removeprefix("=").split(",") if each in names]
+    if all_but:
+        return [name for name in names if name not in exact and not name.startswith(prefixes)]
+    return list(dict.fromkeys([*exact, *(name for each in prefixes for name in names if name.startswith(each))]))
+
+
+def own_addresses() -> list[str]:
+    """Return this machine's addresses by which others may reach it: not the loopback, those of IPv4 first."""
+    import psutil
+
+    found = [address for entries in psutil.net_if_addrs().values() for address in _usable(entries)
+             if not is_loopback(address)]
+    return sorted(dict.fromkeys(found), key=lambda address: ":" in address)
+
+
+def _usable(entries: Iterable[Any]) -> list[str]:
+    """Return the addresses among psutil's *entries* of an interface, those of IPv4 first.
+
+    Link-local ones of IPv6 mean nothing on other machines.
+    """
+    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    return sorted((address for address in found if "%" not in address), key=lambda address: ":" in address)
 
 
 def route_source(host: str) -> str | None:
@@ -146,14 +227,15 @@ def _bare(address: str) -> str:
 
 def default_route_host() -> str:
     """Return the address of the default route, else of the first interface that is up; "" with loopback only."""
-    source = route_source(_ANYWHERE)
-    if source and not is_loopback(source):
-        return source
+    for anywhere in _ANYWHERE:
+        source = route_source(anywhere)
+        if source and not is_loopback(source):
+            return source
     import psutil
 
     states = psutil.net_if_stats()
-    return next((entry.address for name, entries in psutil.net_if_addrs().items() if states[name].isup
-                 for entry in entries if entry.family == socket.AF_INET and not is_loopback(entry.address)), "")
+    return next((address for name, entries in psutil.net_if_addrs().items() if states[name].isup
+                 for address in _usable(entries) if not is_loopback(address)), "")
 
 
 def job_route_source(host: str, timeout_s: float) -> str:
@@ -191,6 +273,6 @@ def _resolve(host: str, timeout_s: float) -> str:
 
 
 def _source(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing, only asks the routing table
-        return probe.getsockname()[0]
+        return str(probe.getsockname()[0])

@@ -77,6 +77,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "number of server processes as BytePS counts them, also on machines with ranks", ge=-1, le=_MAX_INT)] = -1
     node_host: Annotated[str, _about("address of this node that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
+    advertise: Annotated[str, _about(
+        "address under which other machines reach this node and its ranks, if that is not the one they listen on; port "
+        "numbers must be the same", "host")] = ""
+    ports: Annotated[str, _about(
+        "ports at which nodes and ranks listen for each other, such as 30000-30999; empty: any", "first-last")] = ""
     job_key: Annotated[str, _about("secret that all processes of the job share", "hex")] = ""
     job_key_file: Annotated[str, _about("file that holds the job key", "path")] = ""
     insecure: Annotated[bool, _about(

@@ -42,14 +42,16 @@ class TurnService(GroupService[_Operation]):
     which the others reach this process; it is called on rank 0 only, and may raise OSError. At most *credit_nbytes* are
     under way at a time; rank 0's counts. The group fails when nothing happens for *timeout_s* while something is to be
     done. *together*: nothing has its turn before all ranks have submitted it (`turns.Leader`). *secret* is the job's
-    key, on all ranks or on none; the channel's key is made of it.
+    key, on all ranks or on none; the channel's key is made of it. *ports*: as for `LeaderChannel`.
 
     Raises `ConfigError` on all ranks if rank 0 cannot listen, or if only one of this rank and rank 0 has a secret.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
-                 credit_nbytes: int, timeout_s: float, together: bool = False, secret: bytes = b"") -> None:
-        channel = open_channel(rank == 0, agree, host, LeaderChannel, FollowerChannel, secret=secret, rank=rank)
+                 credit_nbytes: int, timeout_s: float, together: bool = False, secret: bytes = b"",
+                 ports: tuple[int, int] = (0, 0)) -> None:
+        channel = open_channel(rank == 0, agree, host, partial(LeaderChannel, ports=ports, n_followers=size),
+                               FollowerChannel, secret=secret, rank=rank)
         super().__init__(range(size), rank, channel, "bpsfast-turns")
         self.size = size
         self._channel: LeaderChannel | FollowerChannel = channel

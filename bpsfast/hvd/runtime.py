@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from ..base.addresses import port_range
 from ..collectives.group import Group, make_group
 from ..collectives.group_service import open_channel
 from ..orchestration.errors import ConfigError, UnsupportedError
@@ -113,8 +114,12 @@ class Runtime:
             session.key_values.publish(title, address)
             return address
 
-        return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,
-                            listen, partial(connect, leader=leader), rank=self.rank, leader=leader,
+        def host() -> str:
+            return "127.0.0.1" if session.n_nodes == 1 else session.settings.advertise or session.host
+
+        return open_channel(self.rank == ranks[0], share, host,
+                            partial(listen, ports=port_range(session.settings.ports), n_followers=len(ranks)),
+                            partial(connect, leader=leader), rank=self.rank, leader=leader,
                             others=f"ranks {list(ranks[1:])}")
 
     def _check(self) -> bool:

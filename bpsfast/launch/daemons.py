@@ -29,7 +29,7 @@ from ..base import logs, process_identity
 from ..base.addresses import is_loopback
 from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.job_key import job_key
-from ..base.resources import is_ready
+from ..base.resources import allow_all_descriptors, is_ready
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
 from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
@@ -46,6 +46,8 @@ ROLE_VARIABLES = frozenset({
     "PS_HEARTBEAT_TIMEOUT"})
 
 _STARTER_GRACE_S = 5.0
+#: Time to look up a name of the loopback.
+_RESOLVE_S = 2.0
 #: Interval of the log line of a process that waits for other ranks.
 _REMARK_S = 120.0
 #: A daemon that is killed more often than this has a lasting reason.
@@ -243,6 +245,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason."""
     from ..orchestration.failover.scheduler import Scheduler
+    from ..orchestration.host_lookup import resolve
     from ..orchestration.job.admission import JobSettings
     from ..orchestration.zmq_connections import interface
 
@@ -254,6 +257,7 @@ def run_scheduler(settings: Settings) -> int:
     host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")
     logs.configure(settings.log_level, "scheduler")
     take_job_key()
+    allow_all_descriptors()
     job = JobSettings(
         num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, max_helpers=settings.max_helpers,
         num_server_processes=settings.num_servers, size=settings.size, package=__version__,
@@ -262,7 +266,7 @@ def run_scheduler(settings: Settings) -> int:
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
         awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round)
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
-                          bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
+                          bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))

@@ -84,7 +84,7 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
     ranks: list[Command] = []
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
         machine = cluster[name] if cluster else None
-        host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
+        host = machine.address if machine else job.node_host or ("" if python else scheduler[0])
         node_id = f"{name} of {job.scheduler}"  # differs from other jobs of the same key
         here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host)
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"

@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from .._version import __version__
+from ..base.addresses import any_host, family_of, own_addresses
 from ..base.exit_codes import NOT_EXECUTABLE
 from ..base.resources import is_ready
 from ..orchestration.errors import ProtocolError
@@ -103,11 +102,12 @@ class Agent:
             self._send(messages.Ready())
 
     def _listen(self, asked: messages.Listen) -> None:
-        host = "127.0.0.1" if asked.is_loopback else "0.0.0.0"
+        host = "127.0.0.1" if asked.is_loopback else any_host()
         reserved = self._resources.enter_context(reserve_port(host))
         port = reserved.getsockname()[1]
         # beside the reserving socket, until the scheduler binds the port
-        self._listener = self._resources.enter_context(socket.create_server((host, port)))
+        self._listener = self._resources.enter_context(socket.create_server(
+            (host, port), family=family_of(host), dualstack_ipv6=":" in host))
         self._listener.setblocking(False)
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._selector.register(self._listener, selectors.EVENT_READ,
@@ -220,13 +220,11 @@ class _ToLauncher:
 
 
 def addresses() -> list[str]:
-    """Return this machine's IPv4 addresses except loopback, first the one that ssh uses."""
-    own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
-           if entry.family == socket.AF_INET]
+    """Return this machine's addresses except loopback, first the one that ssh uses, then those of IPv4."""
+    own = own_addresses()
     ssh = os.environ.get("SSH_CONNECTION", "").split()
     came_to = [ssh[2].removeprefix("::ffff:")] if len(ssh) == 4 else []
-    return [address for address in dict.fromkeys([*(a for a in came_to if a in own), *own])
-            if not address.startswith("127.")]
+    return list(dict.fromkeys([*(address for address in came_to if address in own), *own]))
 
 
 def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_ranks: int) -> dict[str, str]:

@@ -110,7 +110,7 @@ class RemoteHosts(Closing):
         if target.host.is_here and not (address_wanted or others):
             candidates = [*candidates, _LOOPBACK]  # a machine without a network reaches itself
         if not candidates:
-            raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
+            raise ConfigError(f"{name} has no address besides loopback by which other hosts could reach it")
         listening = self.ask([target], messages.Listen(is_loopback=False))[0]
         question = messages.Reach(candidates, listening.port, listening.token)
         asked = [target, *others] if address_wanted else others

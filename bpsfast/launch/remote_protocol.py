@@ -20,7 +20,7 @@ VERSION = 3
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
-    """Agent, once: its versions and its IPv4 addresses, first the one that ssh uses.
+    """Agent, once: its versions and its addresses, first the one that ssh uses.
 
     `version` and `package` stay the first two fields in all versions, so that any two versions recognize each other.
     """

@@ -28,7 +28,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ..base.addresses import configured_host, default_route_host, format_address, is_loopback, route_source
+from ..base.addresses import (
+    any_host,
+    configured_host,
+    default_route_host,
+    format_address,
+    is_loopback,
+    route_source,
+)
 from ..base.job_key import check_insecure, given_key, job_key, local_key, machine_secret
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
@@ -237,7 +244,7 @@ def _lead(session: _StoreSession, settings: Settings, key: bytes, secret: bytes)
         reserved, address = None, _given_scheduler(settings)
         if address is None:
             host = _scheduler_host(entries, settings)
-            reserved = reserve_port(host if is_loopback(host) else "0.0.0.0")  # as the scheduler will bind it
+            reserved = reserve_port(host if is_loopback(host) else any_host())  # as the scheduler will bind it
             address = host, reserved.getsockname()[1]
         elif is_loopback(address[0]) and len(_machines(entries)) > 1:
             raise ConfigError(f"BPSFAST_SCHEDULER = {settings.scheduler} cannot be reached from the other machines: "

@@ -10,7 +10,6 @@ import errno
 import hmac
 import logging
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ..base import message_socket
 from ..base.exit_codes import FAILED, OK, code_of_daemon
 from ..base.logs import RateLimitedLog
 from ..base.message_socket import MAX_NBYTES, MessageSocket
+from ..base.resources import is_ready
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.handshakes import RECHECK_S, HandshakeLimiter
@@ -139,7 +139,7 @@ class LocalListener:
         if self._closed or self._unauthenticated.has_room:
             self._makes_room = False
             return
-        if select.select([self._listener], [], [], 0)[0]:
+        if is_ready(self._listener, 0.0):
             going = self._unauthenticated.one_to_go(time.monotonic())
             if going is not None:
                 self._guard(going, self._give_up, going, "while others waited to connect")

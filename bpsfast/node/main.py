@@ -25,11 +25,12 @@ import zmq
 
 from .._version import __version__
 from ..base import logs
-from ..base.addresses import is_loopback, local_host, unreachable_hint
+from ..base.addresses import format_address, is_loopback, listening_socket, local_host, unreachable_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.job_key import default_node_id, job_key
 from ..base.process_identity import is_below_launcher
+from ..base.resources import allow_all_descriptors
 from ..base.settings import Settings, fingerprint, parse_address, take_job_key
 from ..hardware.host import Host
 from ..orchestration import messages
@@ -43,6 +44,7 @@ from ..orchestration.errors import (
     error_of,
 )
 from ..orchestration.failover.control_log import ControlLog
+from ..orchestration.long_lists import pieces, with_digest
 from ..orchestration.scheduler_client import SchedulerClient
 from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
@@ -54,7 +56,7 @@ from .plans import Plans
 from .recovery import Recovery, SchedulerFailover
 from .regions import PAGE_NBYTES
 from .runtime import NodeRuntime
-from .transport import Epochs, tcp
+from .transport import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
@@ -92,6 +94,7 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
     The launcher that started this process ends it if no rank attaches.
     """
     logs.configure(settings.log_level, "node" if settings.local_size else "helper")
+    allow_all_descriptors()
     key = bytes.fromhex(settings.job_key)
     try:
         transport.check(settings)
@@ -128,7 +131,7 @@ class Node:
             self._loop, listener, key, self._local_ranks.attach_rank, self._local_ranks.attach_server,
             lambda link: self._peers.add_shm_link(link))
         self._scheduler = parse_address(settings.scheduler)
-        self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
+        self._data_listener = listening_socket(local_host(settings, self._scheduler[0]), settings.ports)
         address = self._data_listener.getsockname()[0]
         self._affinity = NodeAffinity(settings, address, host)  # before there are threads
         self._epochs = Epochs()
@@ -160,6 +163,7 @@ class Node:
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
             messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.probe,
             messages.RejoinRequest: self._scheduler_failover.recalled,
+            messages.ListWanted: self._on_list_wanted,
             messages.Resume: self._scheduler_failover.resumed,
             messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
@@ -215,7 +219,8 @@ class Node:
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=ranks,
-            server_processes=self._local_ranks.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
+            server_processes=self._local_ranks.n_servers + (self._settings.local_size <= 0),
+            address=format_address(self._settings.advertise or host, port),
             shm_name=self._local_listener.name.lstrip(b"\0").decode(), settings=self._fingerprint,
             page_nbytes=PAGE_NBYTES, room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes,
             **self._capacity._asdict()))
@@ -244,6 +249,8 @@ class Node:
         return self._runtime
 
     def send(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Declare):
+            message = with_digest(message)
         self._control_log.said(message)
         self.send_unrecorded(message)
 
@@ -445,7 +452,7 @@ class Node:
                       time.monotonic() - self._ran_at)
 
     def _why_not_ready(self) -> str:
-        scheduler = f"the scheduler at {self._scheduler[0]}:{self._scheduler[1]}"
+        scheduler = f"the scheduler at {format_address(*self._scheduler)}"
         if self.ending:
             return "the job is over"
         if self._membership is None:
@@ -484,6 +491,10 @@ class Node:
         if self._exporter is not None:
             me = message.nodes[message.index]
             self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))
+
+    def _on_list_wanted(self, message: messages.ListWanted) -> None:
+        for piece in pieces(message.digest, self._control_log.list_of(message.digest)):
+            self.send_unrecorded(piece)
 
     def _on_commit(self, message: messages.Commit) -> None:
         self._generation = message.generation

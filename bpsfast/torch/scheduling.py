@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.addresses import is_loopback
+from ..base.addresses import is_loopback, port_range
 from ..base.job_key import given_key
 from ..base.resources import Closing
 from ..base.settings import load_with_origins
@@ -72,9 +72,11 @@ class Schedule(Closing):
         self.size = dist.get_world_size(group)
         self._lock = threading.Lock()
         self._names: set[str] = set()  # under way, until all partitions are done
-        given = given_key(load_with_origins()[0])  # torch's group is not encrypted; a rank may have no key
+        settings = load_with_origins()[0]
+        given = given_key(settings)  # torch's group is not encrypted; a rank may have no key
         self._turns = TurnService(rank, self.size, self._agree, host=_own_host, credit_nbytes=credit_nbytes,
-                                  timeout_s=timeout_s, secret=job_key(given, "") if given else b"")
+                                  timeout_s=timeout_s, secret=job_key(given, "") if given else b"",
+                                  ports=port_range(settings.ports))
 
     def _agree(self, message: bytes | None) -> bytes:
         """Return the message of the group's first rank."""

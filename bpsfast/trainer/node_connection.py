@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..base import message_socket as channels
-from ..base.addresses import unreachable_hint
+from ..base.addresses import format_address, unreachable_hint
 from ..base.end_reports import report
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings, fingerprint
@@ -82,7 +82,7 @@ def attach(role: ProcessRole, settings: Settings, version: str, failure: Callabl
                     raise StallError(
                         f"rank {role.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
-                        f"scheduler at {role.scheduler[0]}:{role.scheduler[1]} is missing."
+                        f"scheduler at {format_address(*role.scheduler)} is missing."
                         f"{unreachable_hint(*role.scheduler)}"
                     ) from None
             except PeerLostError as exc:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from .. import messages as m
+from ..long_lists import with_digest
 
 #: Units in one message: each may have thousands of partitions, and the size of a message is limited.
 _UNITS_AT_ONCE = 256
@@ -24,6 +26,7 @@ class _Declaration:
     rank: int
     first: int
     tensors: tuple[m.TensorSpec, ...]
+    digest: bytes
     waiting: set[str]
 
 
@@ -51,6 +54,7 @@ class ControlLog:
         self._ownable_nbytes = -2
         self._n_declared: dict[int, int] = {}
         self._declarations: list[_Declaration] = []
+        self._repeated: dict[bytes, tuple[Any, ...]] = {}  # the lists of the last report, by digest
         self._retiring: dict[int, set[int]] = {}  # unit -> ranks of this node
         self._entered: dict[int, m.BarrierEnter] = {}
         self._left: dict[int, m.RankLeft] = {}
@@ -136,6 +140,16 @@ class ControlLog:
             case m.PrepareFailed():
                 self._ownable_nbytes, self._prepared = message.ownable_nbytes, None
 
+    @property
+    def units(self) -> list[m.UnitPlan]:
+        """The committed units, in the order of their commits."""
+        return list(self._units.values())
+
+    def list_of(self, digest: bytes) -> tuple[Any, ...]:
+        """Return the list that *digest* identifies, of an unanswered declaration or of the last report; else ()."""
+        said = next((said for said in self._declarations if said.digest == digest), None)
+        return said.tensors if said is not None else self._repeated.get(digest, ())
+
     def record_peer_left(self, node: int) -> None:
         """Record that all ranks of *node* have left, as it says itself."""
         self._nodes_left.add(node)
@@ -155,14 +169,16 @@ class ControlLog:
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
             ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
-        units = list(self._units.values())
+        self._repeated = {}
+        units = self.units
         for begin in range(0, len(units), _UNITS_AT_ONCE):
-            yield m.CommittedUnits(units=tuple(units[begin:begin + _UNITS_AT_ONCE]))
+            yield self._repeat(m.CommittedUnits(units=tuple(units[begin:begin + _UNITS_AT_ONCE])))
         yield from self._credit.values()
         for said in self._declarations:
             at = [i for i, spec in enumerate(said.tensors) if spec.name in said.waiting]
-            yield m.Declare(rank=said.rank, tensors=tuple(said.tensors[i] for i in at),
-                            positions=tuple(said.first + i for i in at))
+            tensors = said.tensors if len(at) == len(said.tensors) else tuple(said.tensors[i] for i in at)
+            yield self._repeat(m.Declare(rank=said.rank, tensors=tensors,
+                                         positions=tuple(said.first + i for i in at)))
         for unit, ranks in self._retiring.items():
             yield from (m.Retire(rank=rank, units=(unit,)) for rank in sorted(ranks))
         yield from self._published.values()
@@ -171,6 +187,12 @@ class ControlLog:
         yield from self._left.values()
         yield from self._lost_said.values()
         yield m.RejoinComplete()
+
+    def _repeat(self, message: m.Declare | m.CommittedUnits) -> m.Message:
+        """Return *message* as it is sent, and keep its list."""
+        message = with_digest(message)
+        self._repeated[message.digest] = message.tensors if isinstance(message, m.Declare) else message.units
+        return message
 
     def _commit(self, message: m.Commit) -> None:
         plan, self._prepared = self._prepared, None
@@ -230,5 +252,7 @@ class ControlLog:
     def _declare(self, message: m.Declare) -> None:
         first = self._n_declared.get(message.rank, 0)
         self._n_declared[message.rank] = first + len(message.tensors)
-        self._declarations.append(_Declaration(message.rank, first, message.tensors,
-                                               {spec.name for spec in message.tensors}))
+        # Ranks of one node mostly declare the same: one copy is kept.
+        tensors = (self.list_of(message.digest) if message.digest else ()) or message.tensors
+        self._declarations.append(_Declaration(message.rank, first, tensors, message.digest,
+                                               {spec.name for spec in tensors}))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from ..job.admission import difference
@@ -20,6 +22,10 @@ from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
 _DECISIVE = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
+
+
+#: The most nodes that a text names.
+_MOST_NAMED = 16
 
 
 class JobRebuild:
@@ -82,10 +88,10 @@ class JobRebuild:
         elif report is not None:
             self._heard[sender] = now
             self._reports.enter(report, message)
-            if isinstance(message, m.RejoinComplete) and len(report.units) != report.rejoin.n_units:
+            if isinstance(message, m.RejoinComplete) and report.n_units != report.rejoin.n_units:
                 self.aborted = ProtocolError(
                     f"{describe_node(self._nodes, report.index)} has {report.rejoin.n_units} committed units, and "
-                    f"has told {len(report.units)}: after a loss of the scheduler the job cannot be rebuilt")
+                    f"has told {report.n_units}: after a loss of the scheduler the job cannot be rebuilt")
             if report.ranks and report.left >= set(report.ranks):
                 self._all_left.add(report.index)
         return []
@@ -126,6 +132,8 @@ class JobRebuild:
         if rejoin.index in self._reports.lost:
             return [(sender, m.dropped("the job goes on without this node, which it has lost"))]
         self._heard[sender] = now
+        if rejoin.nodes == self._nodes:  # kept once: a thousand nodes know a thousand each
+            rejoin = msgspec.structs.replace(rejoin, nodes=self._nodes)
         self._reports.begin(sender, NodeReport(rejoin))
         self._match()
         return []
@@ -276,5 +284,6 @@ class JobRebuild:
             return "none was ever welcomed"
         over = self._reports.complete | self._reports.lost
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
-        return f"missing {'; '.join(missing) or 'nobody'}"
+        more = f"; {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return f"missing {'; '.join(missing[:_MOST_NAMED]) or 'nobody'}{more}"
 

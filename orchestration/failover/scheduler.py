@@ -78,7 +78,7 @@ class Scheduler:
         self._wake = WakeUp()
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
-        self._handshake_limiter = ZmqHandshakeLimiter(self._router)
+        self._handshake_limiter = ZmqHandshakeLimiter(self._router, settings.most_nodes)
         self._pulses = ConnectionActivity()
         try:
             self._zap.bind(_ZAP_ADDRESS)
@@ -102,8 +102,8 @@ class Scheduler:
         router.sndhwm = 0
         router.rcvhwm = _MOST_UNREAD
         router.maxmsgsize = m.LONGEST_NBYTES
+        router.ipv6 = True  # "*" then means addresses of both versions
         if ":" in host:
-            router.ipv6 = True
             host = f"[{host.strip('[]')}]"
         self._bind(f"tcp://{host}:{port or '*'}")
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -262,7 +262,7 @@ class Scheduler:
         while pending:
             destination, message = pending.popleft()
             if message is not last:
-                last, frame = message, zmq.Frame(m.encode(message), copy=True)
+                last, frame = message, zmq.Frame(m.compressed(m.encode(message)), copy=True)
             try:
                 self._router.send_multipart([destination, frame], zmq.NOBLOCK, copy=False)
                 self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self.aborted is not None

@@ -13,9 +13,10 @@ So there is one way to recover, the same for all causes.
 from __future__ import annotations
 
 from .. import messages as m
-from ..errors import BpsError, PeerLostError
+from ..errors import BpsError, PeerLostError, ProtocolError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
+from ..long_lists import LongLists
 from .job_rebuild import JobRebuild
 
 
@@ -27,7 +28,8 @@ class SchedulerState:
         self._settings = settings
         self._rebuilding: JobRebuild | None = None
         self._n_recalls = 0
-        self._n_dialled: dict[bytes, int] = {}  # by process
+        self._latest: dict[bytes, bytes] = {}  # the last connection by process
+        self._lists = LongLists()
 
     @property
     def over(self) -> bool:
@@ -42,10 +44,19 @@ class SchedulerState:
         later one.
         """
         process, number = m.dialled_as(sender)
-        if number < self._n_dialled.get(process, 0):
+        before = self._latest.get(process, sender)
+        if number < m.dialled_as(before)[1]:
             return []
-        self._n_dialled[process] = number
-        return self._receive(now, sender, message)
+        self._latest[process] = sender
+        out = self._lists.forget(now, before) if before != sender else []
+        try:
+            ready, questions = self._lists.receive(now, sender, message)
+        except ProtocolError as exc:
+            return out + self.unreadable(now, sender, exc)
+        out += questions
+        for each, whole in ready:
+            out += self._receive(now, each, whole)
+        return out
 
     def _receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if self._rebuilding is not None and not self.over:
@@ -71,19 +82,21 @@ class SchedulerState:
         """Decide what follows from the end of *sender*'s connection."""
         if self.over:
             return []
+        out = self._lists.forget(now, sender)
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
             is_over = not self._rebuilding.reporting and not self.job.admitted
-            return self._gather(now, None) if is_over else []
-        return self.job.closed(now, sender)
+            return out + self._gather(now, None) if is_over else out
+        return out + self.job.closed(now, sender)
 
     def tick(self, now: float) -> m.Outgoing:
         """Decide what follows from the time. Call it several times a heartbeat."""
         if self.over:
             return []
+        out = self._lists.tick(now)
         if self._rebuilding is not None:
-            return self._rebuilding.tick(now) + self._rebuilt(now)
-        out = self.job.tick(now)
+            return out + self._rebuilding.tick(now) + self._rebuilt(now)
+        out += self.job.tick(now)
         return out + self._begin(now) if self.job.has_no_majority else out
 
     def quiet(self, now: float) -> list[bytes]:

@@ -23,11 +23,16 @@ class NodeReport:
     """What one node has reported; `join`: it never had a `Welcome`, and knows nothing."""
 
     rejoin: m.Rejoin
-    units: dict[int, m.UnitPlan] = field(default_factory=dict)
+    committed: list[tuple[m.UnitPlan, ...]] = field(default_factory=list)
     later: list[m.Message] = field(default_factory=list)
     left: set[int] = field(default_factory=set)  # ranks of its own
     is_complete: bool = False
     join: m.Join | None = None
+
+    @property
+    def n_units(self) -> int:
+        """How many committed units it has reported."""
+        return sum(map(len, self.committed))
 
     @property
     def index(self) -> int:
@@ -52,6 +57,8 @@ class NodeReports:
         self.by_sender: dict[bytes, NodeReport] = {}
         self.sender_of: dict[int, bytes] = {}
         self._late: set[int] = set()
+        self._committed: dict[tuple[int, ...], list[tuple[m.UnitPlan, ...]]] = {}  # by the numbers of the units
+        self._kept_ids: set[int] = set()  # of the lists in `_committed`
         #: Indices of the nodes whose report is complete.
         self.complete: set[int] = set()
         #: All nodes that any node knows: helpers are not told of others that come late.
@@ -92,13 +99,24 @@ class NodeReports:
     def enter(self, report: NodeReport, message: m.Message) -> None:
         """Add *message* to *report*."""
         if isinstance(message, m.CommittedUnits):
-            report.units |= {unit.unit: unit for unit in message.units}
+            report.committed.append(self._kept(message.units))
             return
         if isinstance(message, m.RejoinComplete):
             report.is_complete = True
         else:
             report.later.append(message)
         self._apply(report, message)
+
+    def _kept(self, units: tuple[m.UnitPlan, ...]) -> tuple[m.UnitPlan, ...]:
+        """Return *units* as an earlier node has reported them: nearly all report the same, and it is kept once."""
+        if id(units) in self._kept_ids:
+            return units
+        alike = self._committed.setdefault(tuple(unit.unit for unit in units), [])
+        known = next((each for each in alike if each == units), None)
+        if known is None:
+            alike.append(known := units)
+            self._kept_ids.add(id(known))
+        return known
 
     def _count(self, report: NodeReport) -> None:
         rejoin = report.rejoin
@@ -161,14 +179,19 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     # A late node knows only some units, but maybe those of the latest commit before the others do.
     whole = [index for index in reports if not rejoins[index].is_late]
     base = next((index for index in whole if index not in behind), whole[0])
-    known = dict(reports[base].units)
+    units_of = _units_of(reports)
+    known = dict(units_of[base])
     if base in behind:
-        known |= next(report for index, report in reports.items() if index not in behind).units
-    units = [unit for number, unit in known.items() if all(
-        number in reports[index].units or (index in behind and number in rejoins[index].prepared_units)
-        for index in whole)]
+        known |= next(units_of[index] for index in reports if index not in behind)
+    # Nodes that have committed and prepared the same are looked at once.
+    have = {id(units_of[index]): units_of[index].keys() for index in whole if index not in behind}
+    prepared = {(id(units_of[index]), rejoins[index].prepared_units): units_of[index].keys()
+                | set(rejoins[index].prepared_units) for index in whole if index in behind}
+    units = [unit for number, unit in known.items()
+             if all(number in each for each in (*have.values(), *prepared.values()))]
     numbers = {unit.unit for unit in units}
     names = {member.name for unit in units for member in unit.members}
+    retired_of = {id(each): tuple(number for number in each if number not in numbers) for each in units_of.values()}
     rates, unmeasured = _rates(nodes, rejoins, absent)
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
@@ -177,8 +200,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         answers[index] = said
         if report.join is not None:
             said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=report.rejoin.job))
-        if retired := [number for number in report.units if number not in numbers]:
-            said.append(m.Retired(units=tuple(retired)))
+        if retired := retired_of[id(units_of[index])]:
+            said.append(m.Retired(units=retired))
         if index in behind:
             said.append(m.Commit(generation=latest, order=tuple(rank_parts(units))))
             # retired by all since: other nodes have freed them
@@ -215,6 +238,18 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         answers=answers,
         later=[(index, message) for index, report in reports.items()
                for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])
+
+
+def _units_of(reports: Mapping[int, NodeReport]) -> dict[int, dict[int, m.UnitPlan]]:
+    """Return the units of each node by number; one and the same object for nodes that have reported the same."""
+    made: dict[tuple[int, ...], dict[int, m.UnitPlan]] = {}
+    found = {}
+    for index, report in reports.items():
+        key = tuple(map(id, report.committed))
+        if key not in made:
+            made[key] = {unit.unit: unit for units in report.committed for unit in units}
+        found[index] = made[key]
+    return found
 
 
 def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Sequence[int]

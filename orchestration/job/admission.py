@@ -41,12 +41,21 @@ class JobSettings:
     name: str = ""  # that no other job has
 
     @property
+    def most_nodes(self) -> int:
+        """The most nodes that a running job has at a time."""
+        return (self.num_nodes if self.num_nodes >= 0 else self.size) + self.most_helpers
+
+    @property
     def most_helpers(self) -> int:
         """The most helpers that a running job has at a time: those it starts with, or more if so set.
 
         BytePS's server processes count as helpers here: it is not known in advance on which machines they are.
         """
         return max(self.num_helpers, self.num_server_processes, self.max_helpers)
+
+
+#: The most nodes of a kind that a text names one by one.
+_MOST_NAMED = 16
 
 
 class Admission:
@@ -168,20 +177,24 @@ class Admission:
         workers, helpers = self._split()
         indices = _node_indices(workers, self._expected.num_nodes)
         have = sorted(zip(indices, (join for _, join in workers)), key=lambda pair: pair[0])
-        texts = [f"node {index} ({join.host}, {_ranks(len(join.ranks))})" for index, join in have]
-        texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers)]
-        missing = [f"node {index} (never joined)" for index in range(self._expected.num_nodes) if index not in indices]
+        texts = [f"node {index} ({join.host}, {_ranks(len(join.ranks))})" for index, join in have[:_MOST_NAMED]]
+        if len(have) > _MOST_NAMED:
+            texts.append(f"{len(have) - _MOST_NAMED} more nodes with ranks")
+        texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers[:_MOST_NAMED])]
+        if len(helpers) > _MOST_NAMED:
+            texts.append(f"{len(helpers) - _MOST_NAMED} more helpers")
+        missing = _never_joined("node", [index for index in range(self._expected.num_nodes) if index not in indices])
         if self._expected.num_nodes < 0:
             came = {rank for _, join in workers for rank in join.ranks}
-            missing += [f"rank {rank} (its node never joined)" for rank in range(self._expected.size)
-                        if rank not in came]
+            missing += _never_joined("rank", [rank for rank in range(self._expected.size) if rank not in came],
+                                     "its node never joined")
         if self._expected.num_server_processes >= 0:
             found = self._server_processes()
             if found < self._expected.num_server_processes:
                 n_missing = self._expected.num_server_processes - found
                 missing.append(f"{n_missing} of {self._expected.num_server_processes} server processes (never joined)")
         else:
-            missing += [f"helper {i} (never joined)" for i in range(len(helpers), self._expected.num_helpers)]
+            missing += _never_joined("helper", list(range(len(helpers), self._expected.num_helpers)))
         return f"have {', '.join(texts) or 'nobody'}; missing {', '.join(missing) or 'nobody'}"
 
     def _server_processes(self) -> int:
@@ -190,6 +203,21 @@ class Admission:
     def _split(self) -> tuple[list[tuple[bytes, Join]], list[tuple[bytes, Join]]]:
         everybody = list(self.joins.items())
         return [each for each in everybody if each[1].ranks], [each for each in everybody if not each[1].ranks]
+
+
+def _never_joined(kind: str, numbers: list[int], why: str = "never joined") -> list[str]:
+    """Return the nodes or ranks *numbers* in words: one by one, or as ranges if there are many."""
+    if len(numbers) <= _MOST_NAMED:
+        return [f"{kind} {number} ({why})" for number in numbers]
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MOST_NAMED]]
+    more = ", ..." if len(ranges) > _MOST_NAMED else ""
+    return [f"{len(numbers)} {kind}s, {', '.join(shown)}{more} ({why})"]
 
 
 def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str, str, str] | None:

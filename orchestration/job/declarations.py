@@ -1,6 +1,7 @@
 """Collects the tensors that all ranks declare (name, shape, dtype, ...) until the ranks agree. Pure.
 
-A *bundle* is what must be declared together: a lone tensor, or all members of a group.
+A *bundle* is what must be declared together: a lone tensor, or all members of a group. A *list* is what one call
+declares. With thousands of ranks nearly all lists are equal: the ranks are counted for a list, not for each bundle.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import BpsError, ConfigError, MismatchError, UnsupportedError
+from ..long_lists import digest_of
 from ..messages import TensorSpec
 from ..placement.partition import check_codec, check_store, has_state, nbytes_of
 
@@ -34,17 +36,77 @@ class FailedNames(NamedTuple):
     ranks: tuple[int, ...]
 
 
+#: Bundles: (key, members).
+_Bundles = Sequence[tuple[tuple[str, str], tuple[TensorSpec, ...]]]
+
+
+class _Overlap:
+    """Lists that have bundles in common, directly or by way of others; `n`: the ranks of all of them, added up."""
+
+    def __init__(self, only: _List) -> None:
+        self.lists = [only]
+        self.n = 0
+
+
+class _List:
+    """Bundles of the same ranks, *of*, that ranks have declared in one call, and those ranks; `first`: the lowest.
+
+    *call*: the digest of all that the call declared.
+    """
+
+    def __init__(self, call: bytes, of: Sequence[int]) -> None:
+        self.call, self.of = call, of
+        self.ranks: set[int] = set()
+        self.first = -1
+        self.bundles: list[tuple[str, str]] = []
+        self.overlap = _Overlap(self)
+
+    def add(self, rank: int) -> None:
+        """Note that *rank*, which had not, has declared this list."""
+        self.ranks.add(rank)
+        self.first = rank if self.first < 0 else min(self.first, rank)
+        self.overlap.n += 1
+
+    def join(self, other: _List) -> None:
+        """Note that *other* has a bundle of this list."""
+        less, more = sorted((self.overlap, other.overlap), key=lambda each: len(each.lists))
+        if less is more:
+            return
+        for each in less.lists:
+            each.overlap = more
+        more.lists += less.lists
+        more.n += less.n
+
+
 @dataclass
 class _Bundle:
-    """One lone tensor or group; `by_rank`: what each rank declared, in its order."""
+    """One lone tensor or group; `declared`: its members as each list has them, and that list, in order of arrival."""
 
     names: tuple[str, ...]
-    by_rank: dict[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    declared: list[tuple[tuple[TensorSpec, ...], _List]] = field(default_factory=list)
     taken: bool = False
+
+    @property
+    def first(self) -> tuple[int, tuple[TensorSpec, ...]] | None:
+        """The lowest rank of the list that declared it first, and its members there; None: it is not known."""
+        return (self.declared[0][1].first, self.declared[0][0]) if self.declared else None
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that have declared it."""
+        return set().union(*(each.ranks for _, each in self.declared))
 
     def is_declared_as(self, members: tuple[TensorSpec, ...]) -> bool:
         """Return whether a rank has declared exactly *members*, which are valid then."""
-        return next(iter(self.by_rank.values()), None) == members
+        return bool(self.declared) and self.declared[0][0] == members
+
+    def add(self, rank: int, members: tuple[TensorSpec, ...], new: _List) -> None:
+        """Note that the list *new*, which *rank* has declared, has this bundle, with *members*."""
+        if self.taken or any(rank in each.ranks for _, each in self.declared):
+            return
+        for _, each in self.declared:
+            each.join(new)
+        self.declared.append((members, new))
 
 
 class Declarations:
@@ -54,6 +116,7 @@ class Declarations:
         self._size = size
         self._bundles: dict[tuple[str, str], _Bundle] = {}
         self._key_of: dict[str, tuple[str, str]] = {}
+        self._calls: dict[bytes, list[_List]] = {}  # of which every bundle is valid, and not taken yet
         self._complete: list[tuple[str, str]] = []  # and not taken yet; may have failed since, or be said again
         self._failed: dict[str, BpsError] = {}
         self._position: dict[str, int] = {}  # of a name in the order of the first rank that declares it
@@ -71,47 +134,90 @@ class Declarations:
         self._failed |= failed
         self._n_positions = n_positions
 
-    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[FailedNames]:
+    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = (), digest: bytes = b""
+            ) -> list[FailedNames]:
         """Note what *rank* declares; return what fails by it. A repeated declaration counts once.
 
-        *positions*: those of *tensors* in the order of all that the rank has declared, on a repetition.
+        *positions*: those of *tensors* in the order of all that the rank has declared, on a repetition. *digest*: what
+        identifies *tensors* (`long_lists`), if it is known.
         """
+        call = digest or digest_of(tensors)
+        known = self._calls.get(call)
+        if known is None or not all(rank in each.of for each in known):
+            return self._add(rank, call, _bundles(tensors), dict(zip((spec.name for spec in tensors), positions)))
+        if any(rank == each.of[0] for each in known):
+            self._number(rank, _bundles(tensors), dict(zip((spec.name for spec in tensors), positions)))
+        for each in known:
+            if rank not in each.ranks:
+                each.add(rank)
+                self._note_complete(each)
+        return []
+
+    def _add(self, rank: int, call: bytes, bundles: _Bundles, positions: Mapping[str, int]) -> list[FailedNames]:
+        """Note *bundles*, which *rank* declares in *call*."""
+        self._number(rank, bundles, positions)
+        lists: dict[tuple[int, ...], _List] = {}
         failures = []
-        before = {spec.name: position for spec, position in zip(tensors, positions)}
-        for key, members in _bundles(tensors):
+        for key, members in bundles:
+            ranks = members[0].ranks
+            if ranks not in lists:
+                lists[ranks] = _List(call, ranks or range(self._size))
+                lists[ranks].add(rank)
+            failure = self._add_bundle(rank, key, members, lists[ranks])
+            if failure is not None:
+                failures.append(failure)
+        for each in lists.values():
+            self._note_complete(each)
+        if sum(len(each.bundles) for each in lists.values()) == len(bundles):
+            self._calls[call] = list(lists.values())
+        return failures
+
+    def _number(self, rank: int, bundles: _Bundles, positions: Mapping[str, int]) -> None:
+        """Give the tensors whose first rank is *rank* their *positions*, or the next ones."""
+        for _, members in bundles:
             if rank == _first(members[0]):
                 for spec in members:
                     if spec.name not in self._position:
-                        self._position[spec.name] = before.get(spec.name, self._n_positions)
-                        self._n_positions += spec.name not in before
-            failure = self._add_bundle(rank, key, members)
-            if failure is not None:
-                failures.append(failure)
-        return failures
+                        self._position[spec.name] = positions.get(spec.name, self._n_positions)
+                        self._n_positions += spec.name not in positions
 
-    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> FailedNames | None:
+    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...], new: _List
+                    ) -> FailedNames | None:
+        """Add a bundle, which *rank* declares, to the list *new*; or return why it fails."""
         bundle = self._bundles.get(key)
-        if bundle is not None and rank in (members[0].ranks or range(self._size)) and bundle.is_declared_as(members):
-            self._note(rank, key, bundle, members)  # with 8,192 ranks, nearly every declaration: no check anew
-            return None
         names = tuple(spec.name for spec in members)
-        if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
-            return None
-        for name in names:
-            if name in self._failed:
-                return self._fail(rank, key, names, self._failed[name])
-        error = _invalid(members, self._size) or self._foreign(rank, members) or self._contradiction(rank, key, members)
-        if error is not None:
-            return self._fail(rank, key, names, error)
-        self._note(rank, key, self._bundles.setdefault(key, _Bundle(names)), members)
-        for name in names:
-            self._key_of[name] = key
+        if bundle is None or rank not in new.of or not bundle.is_declared_as(members):
+            if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
+                return None
+            for name in names:
+                if name in self._failed:
+                    return self._fail(rank, key, names, self._failed[name])
+            error = (_invalid(members, self._size) or self._foreign(rank, members)
+                     or self._contradiction(rank, key, members))
+            if error is not None:
+                return self._fail(rank, key, names, error)
+            bundle = self._bundles.setdefault(key, _Bundle(names))
+            for name in names:
+                self._key_of[name] = key
+        bundle.add(rank, members, new)
+        new.bundles.append(key)
         return None
 
-    def _note(self, rank: int, key: tuple[str, str], bundle: _Bundle, members: tuple[TensorSpec, ...]) -> None:
-        bundle.by_rank.setdefault(rank, members)
-        if len(bundle.by_rank) == (len(members[0].ranks) or self._size) and not bundle.taken:
-            self._complete.append(key)
+    def _note_complete(self, changed: _List) -> None:
+        """Note which bundles of the list *changed* all their ranks have declared now."""
+        n = len(changed.of)
+        if changed.overlap.n < n:
+            return
+        counts: dict[tuple[_List, ...], int] = {}
+        for key in changed.bundles:
+            bundle = self._bundles.get(key)
+            if bundle is None or bundle.taken:
+                continue
+            lists = tuple(each for _, each in bundle.declared)
+            if lists not in counts:
+                counts[lists] = len(lists[0].ranks) if len(lists) == 1 else len(bundle.ranks)
+            if counts[lists] == n:
+                self._complete.append(key)
 
     def _foreign(self, rank: int, members: tuple[TensorSpec, ...]) -> BpsError | None:
         """Return the error if *rank* declares a tensor of other ranks only."""
@@ -135,9 +241,9 @@ class Declarations:
                                          f"{_show(ours)} on rank {rank}")
         bundle = self._bundles.get(key)
         names = tuple(spec.name for spec in members)
-        if bundle is None or bundle.names == names:
+        if bundle is None or bundle.names == names or bundle.first is None:
             return None
-        first = next(iter(bundle.by_rank))
+        first = bundle.first[0]
         position, theirs, ours = next(
             (i, a, b) for i, (a, b) in enumerate(zip_longest(bundle.names, names)) if a != b)
         return MismatchError(
@@ -148,11 +254,11 @@ class Declarations:
     def _first_declaration(self, name: str) -> tuple[int, TensorSpec] | None:
         """Return the rank that first declared *name*, and its declaration."""
         key = self._key_of.get(name)
-        if key is None:
+        first = self._bundles[key].first if key is not None else None
+        if first is None:
             return None
-        for rank, members in self._bundles[key].by_rank.items():
-            return rank, next(spec for spec in members if spec.name == name)
-        return None
+        rank, members = first
+        return rank, next(spec for spec in members if spec.name == name)
 
     def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> FailedNames:
         """Give up *names* and all that is bundled with them, except for what was planned already."""
@@ -161,15 +267,24 @@ class Declarations:
             bundle = self._bundles.get(touched)
             if bundle is None or bundle.taken:
                 continue
-            del self._bundles[touched]
+            self._drop(touched)
             doomed += bundle.names
-            ranks |= bundle.by_rank.keys()
+            ranks |= bundle.ranks
             for name in bundle.names:
                 del self._key_of[name]
         for name in doomed:
             if name not in self._key_of:
                 self._failed.setdefault(name, error)
         return FailedNames(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        """Forget a bundle."""
+        self._close(self._bundles.pop(key))
+
+    def _close(self, bundle: _Bundle) -> None:
+        """See to it that *bundle* is looked at when it is declared again."""
+        for _, each in bundle.declared:
+            self._calls.pop(each.call, None)
 
     def take_complete(self) -> list[TensorSpec]:
         """Return, once, what all of its ranks have declared, in the order and with the priorities of the first rank.
@@ -190,22 +305,27 @@ class Declarations:
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
         for bundle in complete:
             bundle.taken = True
-        return [self._agreed(bundle, place) for bundle in complete
-                for place in range(len(bundle.by_rank[min(bundle.by_rank)]))]
+            self._close(bundle)
+        return [spec for bundle in complete for spec in self._agreed(bundle)]
 
-    def _agreed(self, bundle: _Bundle, place: int) -> TensorSpec:
-        """Return what counts of the declarations of the member *place* of *bundle*."""
-        spec = bundle.by_rank[min(bundle.by_rank)][place]
-        priority = -self._position[spec.name] if spec.priority is None else spec.priority
-        direct = all(members[place].direct for members in bundle.by_rank.values())
-        return msgspec.structs.replace(spec, priority=priority, direct=direct)
+    def _agreed(self, bundle: _Bundle) -> list[TensorSpec]:
+        """Return what counts of the declarations of *bundle*: those of its lowest rank, with their priorities."""
+        members = min(bundle.declared, key=lambda each: each[1].first)[0]
+        agreed = []
+        for place, spec in enumerate(members):
+            priority = -self._position[spec.name] if spec.priority is None else spec.priority
+            direct = all(theirs[place].direct for theirs, _ in bundle.declared)
+            if (priority, direct) != (spec.priority, spec.direct):
+                spec = msgspec.structs.replace(spec, priority=priority, direct=direct)
+            agreed.append(spec)
+        return agreed
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
         """Let *names*, which were taken, fail for every rank that declares them again."""
         for name in names:
             key = self._key_of.pop(name, None)
-            if key is not None:
-                self._bundles.pop(key, None)
+            if key is not None and key in self._bundles:
+                self._drop(key)
             self._failed[name] = error
 
     def forget(self, names: Sequence[str]) -> None:
@@ -215,23 +335,23 @@ class Declarations:
             self._position.pop(name, None)
             bundle = self._bundles.get(key) if key is not None else None
             if bundle is not None and key is not None and not any(each in self._key_of for each in bundle.names):
-                del self._bundles[key]
+                self._drop(key)
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not declared *name*."""
         key = self._key_of.get(name)
         if key is not None and self._bundles[key].taken:
             return []
-        have = self._bundles[key].by_rank if key is not None else {}
-        ranks = next(iter(have.values()))[0].ranks if have else ()
-        return [rank for rank in ranks or range(self._size) if rank not in have]
+        first = self._bundles[key].first if key is not None else None
+        have = self._bundles[key].ranks if key is not None else set()
+        return [rank for rank in (first[1][0].ranks if first else ()) or range(self._size) if rank not in have]
 
     def why_failed(self, name: str) -> BpsError | None:
         """Return why *name* failed, if it did."""
         return self._failed.get(name)
 
 
-def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple[TensorSpec, ...]]]:
+def _bundles(tensors: Sequence[TensorSpec]) -> _Bundles:
     """Return (key, members) for each lone tensor and group of one declaration, by first member."""
     bundles: dict[tuple[str, str], list[TensorSpec]] = {}
     for spec in tensors:
@@ -242,7 +362,7 @@ def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple
 
 def _family(bundle: _Bundle) -> _Family:
     """Return the family of which *bundle* is an edition ("" if none), its ranks, and whether its owners keep state."""
-    members = next(iter(bundle.by_rank.values()))
+    members = bundle.declared[0][0]
     return members[0].edition_of, members[0].ranks, any(has_state(spec) for spec in members)
 
 

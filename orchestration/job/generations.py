@@ -1,7 +1,7 @@
 """Plans generations of tensors (placement, partitions, order), which all nodes prepare, then commit together. Pure."""
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 
 import msgspec
 
@@ -203,8 +203,11 @@ class Generations:
         self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
         return [known[number] for number in over], [number for number in numbers if number not in known]
 
-    def is_retiring(self, rank: int, names: Container[str]) -> bool:
-        """Whether *rank* has retired a unit with one of *names*, and other ranks or workers have not yet."""
+    def is_retiring(self, rank: int, tensors: Sequence[TensorSpec]) -> bool:
+        """Whether *rank* has retired a unit with one of *tensors*, and other ranks or workers have not yet."""
+        if not self._retiring and not self._gone_from:
+            return False
+        names = {spec.name for spec in tensors}
         return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
                    and any(member.name in names for member in unit.members) for unit in self.units)
 

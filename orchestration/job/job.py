@@ -34,6 +34,8 @@ _DEFERRED = (m.Declare, m.Retire)
 #: Share of `start_timeout_s` after which a job starts without the helpers that have not come. The rest of it is left
 #: for connecting; the helpers may come late.
 _HELPERS_WAIT = 0.5
+#: Interval of looks at who is silent, as a share of `heartbeat_s`: thousands may be looked at.
+_PROBE_SHARE = 0.1
 
 
 class Job:
@@ -54,6 +56,7 @@ class Job:
         self._waits_since = None if settings.awaits_ranks else now  # when the job began to wait for all nodes
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
+        self._next_probe = now
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
         self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
         self._reached_by_others: set[bytes] = set()  # silent for too long, but known to live
@@ -228,8 +231,10 @@ class Job:
         for sender, words in silent:
             if not self.over and not self._is_reached_by_others(now, sender, words):
                 out += self._lose(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
-        if self.admitted:
+        if self.admitted and now >= self._next_probe:
+            self._next_probe = now + self.settings.heartbeat_s * _PROBE_SHARE
             out += self._probe_silent(now)
+        if self.admitted:
             out += self._expire(now)
         if self.over:
             return out

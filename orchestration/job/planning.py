@@ -32,11 +32,11 @@ class GenerationPlanner:
 
     def declare(self, sender: bytes, message: m.Declare) -> m.Outgoing:
         """Take a rank's declaration; plan what is complete, and tell the ranks concerned what never will be."""
-        if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
+        if self._generations.is_retiring(message.rank, message.tensors):
             self._held.append((sender, message))  # the names are free once all ranks have retired them
             return []
         out: m.Outgoing = []
-        for failed in self._declarations.add(message.rank, message.tensors, message.positions):
+        for failed in self._declarations.add(message.rank, message.tensors, message.positions, message.digest):
             out += _declare_failed(failed, self._roster.senders_of(failed.ranks))
         return out + self.plan()
 

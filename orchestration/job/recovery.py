@@ -102,12 +102,14 @@ class EpochChange:
         """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
+        members_of: dict[tuple[int, ...], list[int]] = {}
         for unit in units:
-            ranks = set(unit.ranks)
-            members = [node.index for node in nodes if node.ranks and (not ranks or ranks & set(node.ranks))]
-            for part in unit.parts:
-                if not is_wanted(unit, part):
-                    continue
+            wanted = [part for part in unit.parts if is_wanted(unit, part)]
+            if wanted and unit.ranks not in members_of:
+                members_of[unit.ranks] = [node.index for node in nodes if node.ranks and (
+                    not unit.ranks or not set(unit.ranks).isdisjoint(node.ranks))]
+            for part in wanted:
+                members = members_of[unit.ranks]
                 asked = [*members, *([part.owner] if with_owner and part.owner not in members else [])]
                 unheard = [node for node in asked if part.part not in said.get(node, {})]
                 if unheard:
@@ -211,8 +213,7 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
 
     Over a wire they are written anywhere. By shared memory they are read where the owner writes them.
     """
-    return all(node == owner or node not in near[owner] or each.place == members[owner].place
-               for node, each in members.items())
+    return all(members[node].place == members[owner].place for node in near[owner] if node in members)
 
 
 @dataclass(frozen=True)

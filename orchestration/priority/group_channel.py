@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
+from ..handshakes import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from ..security import curve_pair
 from ..zmq_connections import ZmqHandshakeLimiter, interface
 from .turns import Entry
@@ -92,6 +93,12 @@ class _Channel:
         self._socket.linger = _LINGER_MS  # before bind, see `Scheduler`
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.ipv6 = True
+        # A firewall forgets idle connections, and a host that is lost says nothing: without probes the next message is
+        # sent in vain for a quarter of an hour.
+        self._socket.tcp_keepalive = 1
+        self._socket.tcp_keepalive_idle = KEEPALIVE_IDLE_S
+        self._socket.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_S
+        self._socket.tcp_keepalive_cnt = KEEPALIVE_PROBES
 
     def wait(self, wake_fd: int | None, timeout_s: float) -> None:
         """Sleep until there is input, *wake_fd* is readable, or the time is over."""
@@ -122,25 +129,36 @@ class _Channel:
 class LeaderChannel(_Channel):
     """The leader's end, at *host* alone if that is an address of this machine. Owner thread only.
 
-    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them. Raises `ConfigError`
-    if there is no free port.
+    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them. *ports*: the first
+    and the last one of those it may listen at; 0: any. *n_followers*: how many may connect at the same time. Raises
+    `ConfigError` if there is no free port.
     """
 
-    def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
+    def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder,
+                 ports: tuple[int, int] = (0, 0), n_followers: int = 0) -> None:
         super().__init__(zmq.ROUTER, decoder)
         self._names: dict[int, bytes] = {}
-        self._handshake_limiter = ZmqHandshakeLimiter(self._socket)
+        self._handshake_limiter = ZmqHandshakeLimiter(self._socket, n_followers)
         self._monitor = self._handshake_limiter.monitor
         self._socket.maxmsgsize = _MESSAGE_MAX_NBYTES
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
         self._socket.router_mandatory = True  # report sends to closed connections
         try:
-            self._socket.bind(f"tcp://{interface(host)}:*")
+            self._bind(f"tcp://{interface(host)}", *ports)
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"no port to listen on for the other ranks: {exc}") from exc
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def _bind(self, address: str, first: int, last: int) -> None:
+        for port in range(first, last + 1):
+            try:
+                self._socket.bind(f"{address}:{port or '*'}")
+                return
+            except zmq.ZMQError as exc:
+                if exc.errno != zmq.EADDRINUSE or port == last:
+                    raise
 
     @property
     def present(self) -> set[int]:

@@ -361,9 +361,9 @@ Message = Hello | Requests | Responses | Failed | Left
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def listen(key: bytes, host: str) -> LeaderChannel:
-    """Return the first rank's end, for ranks that connect to *host*; raises as `LeaderChannel`."""
-    return LeaderChannel(key, host, _decoder)
+def listen(key: bytes, host: str, ports: tuple[int, int] = (0, 0), n_followers: int = 0) -> LeaderChannel:
+    """Return the first rank's end, for ranks that connect to *host*; the rest as for `LeaderChannel`."""
+    return LeaderChannel(key, host, _decoder, ports, n_followers)
 
 
 def connect(host: str, port: int, key: bytes, leader: str) -> FollowerChannel:

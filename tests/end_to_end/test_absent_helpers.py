@@ -11,9 +11,9 @@ import zmq
 
 import bpsfast
 from bpsfast.base import settings
+from bpsfast.base.addresses import listening_socket
 from bpsfast.base.settings import fingerprint
 from bpsfast.launch.supervisor import Kind
-from bpsfast.node.transport import tcp
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.scheduler_client import SchedulerClient
 from tests.support.jobs import Job
@@ -65,7 +65,7 @@ def test_a_job_whose_helper_never_comes_begins_without_it_and_takes_it_in_later(
 
 def come_and_go(job: ShortJob) -> None:
     """Be a helper that joins *job*, and whose process is gone when it is welcome."""
-    listener = tcp.listen("127.0.0.1")
+    listener = listening_socket("127.0.0.1")
     member = SchedulerClient("127.0.0.1", job.port, job.key, now=time.monotonic())
     try:
         member.send(m.Join(

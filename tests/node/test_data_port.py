@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from bpsfast.base.addresses import listening_socket
 from bpsfast.node.transport import Epochs, tcp
 from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import PeerLostError
@@ -26,7 +27,7 @@ class Port:
 
     def __init__(self) -> None:
         self.came: queue.Queue[tuple[socket.socket, StreamHello]] = queue.Queue()
-        listener = tcp.listen("127.0.0.1")
+        listener = listening_socket("127.0.0.1")
         self.address = listener.getsockname()
         self._sockets: list[socket.socket] = []
         self._port = DataPort(listener, KEY, 0, Epochs(7),

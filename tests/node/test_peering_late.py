@@ -5,8 +5,9 @@ import socket
 
 import pytest
 
+from bpsfast.base.addresses import listening_socket
 from bpsfast.base.settings import Settings
-from bpsfast.node.transport import Epochs, Peering, tcp
+from bpsfast.node.transport import Epochs, Peering
 from bpsfast.node.transport.rdma import NoRdmaError
 from bpsfast.orchestration.messages import NodeInfo
 
@@ -34,7 +35,7 @@ def peering(request):
     """Node 0, to which node 1 belongs from the start; node 2 is to come."""
     nodes = [node(0, (0,)), node(1, (1,))]
     made = Peering(Settings(transport=request.param, start_timeout_s=5.0), bytes(16), Epochs(1), nodes[0], nodes,
-                   tcp.listen("127.0.0.1"), None, Refusing(), lambda: None)
+                   listening_socket("127.0.0.1"), None, Refusing(), lambda: None)
     made.expect(node(2))
     yield made
     made._port.start()

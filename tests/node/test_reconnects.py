@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from bpsfast.base.addresses import listening_socket
 from bpsfast.base.encryption import Encryption, Seals, seals_of
 from bpsfast.node.transport import Epochs, reconnector, tcp
 from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
@@ -34,7 +35,7 @@ class Side:
         self.links: queue.Queue[tcp.TcpLink] = queue.Queue()
         self.news: queue.Queue[None] = queue.Queue()
         self.dropped: list[int] = []
-        self.listener = tcp.listen("127.0.0.1")
+        self.listener = listening_socket("127.0.0.1")
         self.address = "{}:{}".format(*self.listener.getsockname())
         self.made: list[tcp.TcpLink] = []
 
@@ -185,7 +186,7 @@ def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, inde
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
-    with tcp.listen("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
+    with listening_socket("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
         address = "{}:{}".format(*mute.getsockname())
         peers = sides[index].reconnector._peers
         peers[1 - index] = msgspec.structs.replace(peers[1 - index], address=address)

@@ -186,3 +186,11 @@ def test_a_helper_may_turn_out_to_be_a_worker_machine():
 ])
 def test_describe_names_who_is_here_and_who_is_missing(joins, expected, text):
     assert admission(*joins, **expected).describe() == text
+
+
+def test_many_missing_nodes_are_named_by_ranges():
+    joins = [join(f"h{index}", 1, index=index) for index in (0, 1, 5)]
+    text = admission(*joins, num_nodes=1024, num_helpers=40).describe()
+    assert "have node 0 (h0, 1 rank), node 1 (h1, 1 rank), node 5 (h5, 1 rank)" in text
+    assert "missing 1021 nodes, 2 to 4, 6 to 1023 (never joined), 40 helpers, 0 to 39 (never joined)" in text
+    assert len(text) < 300

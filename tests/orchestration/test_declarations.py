@@ -268,3 +268,43 @@ def test_every_set_of_ranks_gets_what_it_has_declared_once(data):
             assert all(len(have[each.name]) == len(of[each.name] or range(size)) for each in found)
             taken += names(found)
     assert sorted(taken) == sorted(of)
+
+
+_SPECS = [spec("a"), spec("a", priority=3), spec("a", direct=True), spec("a", dtype="int8"), spec("b"),
+          spec("b", group="g"), spec("c", group="g"), spec("c", ranks=(0, 2)), spec("d", ranks=(0, 2)), spec("d")]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.sampled_from(_SPECS), max_size=4).map(tuple),
+                          st.sampled_from(["add", "add", "add", "take", "forget"])), max_size=25))
+def test_ranks_are_counted_for_equal_calls_as_for_others(history):
+    """With a digest of its own no call is like another: then each bundle is looked at."""
+    together, apart = Declarations(3), Declarations(3)
+    taken = []
+    for number, (rank, tensors, kind) in enumerate(history):
+        if kind == "add":
+            failed = [[(each.names, type(each.error), each.ranks) for each in found] for found in (
+                together.add(rank, tensors), apart.add(rank, tensors, digest=b"%d" % number))]
+            assert failed[0] == failed[1]
+        elif kind == "take":
+            found = together.take_complete()
+            assert found == apart.take_complete()
+            taken += names(found)
+        else:  # units that all their ranks have retired
+            gone, taken = taken, []
+            for ours in (together, apart):
+                ours.forget(gone)
+        for name in "abcd":
+            assert together.missing(name) == apart.missing(name)
+            assert type(together.why_failed(name)) is type(apart.why_failed(name))
+
+
+def test_thousands_of_ranks_declare_the_same_without_a_look_at_each_tensor():
+    """One rank declares with priorities of its own; the memory for a rank does not depend on the number of tensors."""
+    ours, tensors = Declarations(2000), tuple(spec(f"t{i}") for i in range(100))
+    ours.add(0, [msgspec.structs.replace(each, priority=i) for i, each in enumerate(tensors)])
+    for rank in range(1, 2000):
+        assert ours.take_complete() == [] and ours.missing("t7") == list(range(rank, 2000))
+        assert ours.add(rank, tensors, digest=b"all") == []
+    assert [(each.name, each.priority) for each in ours.take_complete()] == [(f"t{i}", i) for i in range(100)]
+    assert sum(len(bundle.declared) for bundle in ours._bundles.values()) == 200

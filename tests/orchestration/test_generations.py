@@ -128,8 +128,8 @@ def test_numbers_of_retired_partitions_are_used_again():
     first, _ = commit(ours, spec("a", 3), spec("b", 2))
     commit(ours, spec("c"))
     numbers = {unit.members[0].name: unit.unit for unit in ours.units}
-    assert ours.retire(0, [numbers["a"]], 2) == ([], []) and ours.is_retiring(0, ["a"])
-    assert not ours.is_retiring(1, ["a"]) and not ours.is_retiring(0, ["b"])
+    assert ours.retire(0, [numbers["a"]], 2) == ([], []) and ours.is_retiring(0, [spec("a")])
+    assert not ours.is_retiring(1, [spec("a")]) and not ours.is_retiring(0, [spec("b")])
     over, unknown = ours.retire(1, [numbers["a"]], 2)
     assert [unit.members[0].name for unit in over] == ["a"] and not unknown
     assert ours.retire(1, [numbers["a"]], 2) == ([], [numbers["a"]]), "it is retired already"
@@ -222,7 +222,7 @@ def test_what_is_of_some_ranks_is_retired_once_these_have():
     assert ours.retire(2, [numbers["a"]], 3) == ([], []), "saying it again counts once"
     over, unknown = ours.retire(0, [numbers["a"], 99], 3)
     assert [unit.name for unit in over] == ["a"] and unknown == [99]
-    assert [unit.name for unit in ours.units] == ["b"] and ours.is_retiring(2, ["a", "b"]) is False
+    assert [unit.name for unit in ours.units] == ["b"] and ours.is_retiring(2, [spec("a"), spec("b")]) is False
 
 
 def choosing(rate, n=2, k=1):

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 
 import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
+from bpsfast.orchestration.handshakes import KEEPALIVE_IDLE_S, KEEPALIVE_PROBES
 from bpsfast.orchestration.priority.group_channel import (
     Begun,
     Failed,
@@ -19,6 +21,7 @@ from bpsfast.orchestration.priority.group_channel import (
     Turns,
 )
 from bpsfast.orchestration.priority.turns import Entry
+from bpsfast.orchestration.zmq_connections import view
 from tests.support.channel_ends import receive
 
 KEY = secrets.token_bytes(32)
@@ -129,3 +132,15 @@ def test_closing_twice_does_nothing(lines):
     for line in (lines[0], *lines[1]):
         line.close()
         line.close()
+
+
+def test_the_kernel_probes_idle_connections(lines):
+    """Or a rank whose host is lost would be waited for until a quarter of an hour after the next message."""
+    leader, followers = lines
+    greet(leader, followers)
+    assert [each._socket.tcp_keepalive for each in followers] == [1, 1]
+    for fd in leader._handshake_limiter._known:
+        with view(fd) as sock:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_IDLE_S
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == KEEPALIVE_PROBES

@@ -28,9 +28,9 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"
 class Server:
     """A CURVE server that reads what it is sent, and its handshake limiter."""
 
-    def __init__(self, context):
+    def __init__(self, context, n_members=0):
         self.socket = context.socket(zmq.ROUTER)
-        self.limiter = ZmqHandshakeLimiter(self.socket)
+        self.limiter = ZmqHandshakeLimiter(self.socket, n_members)
         self.socket.linger = 0
         self.socket.maxmsgsize = 16 << 20
         self.socket.curve_server = True
@@ -187,3 +187,18 @@ def test_who_has_ended_is_not_known_for_what_is_read_afterwards(context, server,
         server.limiter.update()
     server.until(lambda: server.received == [b"first", b"last"])
     assert server.limiter.n_known == 0
+
+
+def test_all_members_may_connect_at_once(monkeypatch):
+    """Or a thousand nodes that start together would push each other out for as long as they try."""
+    monkeypatch.setattr("bpsfast.orchestration.zmq_connections.MAX_PENDING_HANDSHAKES", 4)
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        server = Server(context, n_members=40)
+        stack.callback(server.socket.close)
+        stack.callback(server.limiter.close)
+        for _ in range(43):  # with room for one more
+            stack.enter_context(server.call())
+        server.until(lambda: server.limiter.n_strangers == 43)
+        assert server.limiter.n_cut == 0
+        stack.enter_context(server.call())
+        server.until(lambda: server.limiter.n_cut == 1)

@@ -12,7 +12,7 @@ from random import Random
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from bpsfast.orchestration import messages as m
+from bpsfast.orchestration import long_lists, messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.orchestration.test_recovery_model import APART, TOGETHER, World
@@ -24,8 +24,9 @@ class Orphans(World):
     """A world that loses schedulers, too."""
 
     @initialize(shape=st.sampled_from(APART + TOGETHER), policy=st.sampled_from(["optimal", "ps"]),
-                first_round=st.sampled_from([0, ROUNDS - 3]))
-    def start(self, shape, policy, first_round):
+                first_round=st.sampled_from([0, ROUNDS - 3]), inline=st.sampled_from([0, long_lists.MOST_INLINE]))
+    def start(self, shape, policy, first_round, inline=long_lists.MOST_INLINE):
+        self.before, long_lists.MOST_INLINE = long_lists.MOST_INLINE, inline  # 0: every list counts as a long one
         self.control_logs, self.n_connections, self.n_first = {}, 0, len(shape)
         self.welcomed = set(range(len(shape)))
         super().start(shape, policy, first_round)
@@ -46,8 +47,12 @@ class Orphans(World):
         return self.job.roster.nodes
 
     def tell(self, index, message):
+        message = long_lists.with_digest(message) if isinstance(message, m.Declare) else message
         self.control_log(index).said(message)
         super().tell(index, message)
+
+    def hear_of(self, index):
+        self.table.say(self.senders[index], long_lists.as_sent(self.up[index].popleft()))
 
     def let_hear(self, node):
         message = self.inbox(node).pop(0)
@@ -56,6 +61,9 @@ class Orphans(World):
         self.control_log(node.index).heard(message)
         if isinstance(message, m.RejoinRequest):
             self.up[node.index].extend(self.control_log(node.index).report(message.number))
+        elif isinstance(message, m.ListWanted):
+            self.up[node.index].extend(long_lists.pieces(message.digest,
+                                                         self.control_log(node.index).list_of(message.digest)))
         elif isinstance(message, m.Resume):
             node.forget()
         else:
@@ -136,6 +144,7 @@ class Orphans(World):
         self.unnoticed.clear()
 
     def teardown(self):
+        long_lists.MOST_INLINE = getattr(self, "before", long_lists.MOST_INLINE)
         if hasattr(self, "limit"):
             for index, node in enumerate(self.nodes):
                 if not node.alive:

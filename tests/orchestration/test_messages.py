@@ -14,6 +14,7 @@ CASES = [(sender, kind) for sender, union in UNIONS.items() for kind in union.__
 _SCALARS = {
     "int": st.integers(-(2**63), 2**63 - 1), "str": st.text(max_size=20), "bytes": st.binary(max_size=20),
     "float": st.floats(allow_nan=False), "bool": st.booleans(),
+    "raw": st.integers(0, 1 << 40).map(lambda number: msgspec.Raw(msgspec.msgpack.encode(number))),
 }
 
 
@@ -48,6 +49,26 @@ def _of(info):
 def test_every_message_survives_the_wire(sender, kind, data):
     message = data.draw(values(kind))
     assert messages.decode(messages.encode(message), sender) == message
+
+
+@pytest.mark.parametrize("sender", ["node", "scheduler"])
+def test_long_messages_travel_compressed(sender):
+    long = (messages.Commit(generation=1, order=tuple(range(20_000))) if sender == "scheduler" else
+            messages.Publish(rank=0, question=1, key="k", value=bytes(100_000)))
+    data = messages.encode(long)
+    sent = messages.compressed(data)
+    assert len(sent) < len(data) and messages.decode(sent, sender) == long
+    assert messages.compressed(data[:100]) == data[:100]
+    for wrong in (sent[:-1], sent + b"x", sent[:1], sent[:1] + b"junk"):
+        with pytest.raises(ProtocolError, match=f"from a {sender} are no control message"):
+            messages.decode(wrong, sender)
+
+
+def test_a_small_message_that_is_a_huge_one_is_refused(monkeypatch):
+    monkeypatch.setitem(messages._MOST_NBYTES, "node", 1000)
+    sent = messages.compressed(messages.encode(messages.Publish(rank=0, question=1, key="k", value=bytes(100_000))))
+    with pytest.raises(ProtocolError, match="more than 1000 bytes uncompressed"):
+        messages.decode(sent, "node")
 
 
 def test_every_message_class_has_a_sender():

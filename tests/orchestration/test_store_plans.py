@@ -74,11 +74,11 @@ def test_a_name_is_free_once_all_workers_have_retired_theirs():
     units = {unit.ranks: unit.unit for unit in plan.units}
     over, unknown = ours.retire(0, [units[0,]], 3)
     assert [unit.unit for unit in over] == [units[0,]] and not unknown
-    assert ours.is_retiring(0, {"w"}) and not ours.is_retiring(1, {"w"}) and ours.is_committed("w")
+    assert ours.is_retiring(0, [spec("w")]) and not ours.is_retiring(1, [spec("w")]) and ours.is_committed("w")
     ours.retire(1, [units[1,]], 3)
-    assert ours.is_retiring(0, {"w"}) and ours.is_retiring(1, {"w"})
+    assert ours.is_retiring(0, [spec("w")]) and ours.is_retiring(1, [spec("w")])
     ours.retire(2, [units[2,]], 3)
-    assert not any(ours.is_retiring(rank, {"w"}) for rank in range(3)) and not ours.is_committed("w")
+    assert not any(ours.is_retiring(rank, [spec("w")]) for rank in range(3)) and not ours.is_committed("w")
 
 
 def test_more_partitions_than_a_job_can_have_are_refused_in_words():

@@ -20,6 +20,7 @@ from bpsfast.base import settings
 from bpsfast.launch import daemons, local_job as launch
 from bpsfast.launch.supervisor import Kind
 from tests.support.forked import ForkedRank
+from tests.support.loopback import LOOPBACK
 
 _RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
 
@@ -44,17 +45,17 @@ class Job:
 
     The ranks' processes live as long as the job and run the functions from `run`. All processes are children of this
     process; `close` ends the job in order and fails if a process had to be killed. *forked*: see `forked`.
-    *local_ranks*: the local ranks of some, which follow from their order otherwise.
+    *local_ranks*: the local ranks of some, which follow from their order otherwise. *host*: its address here.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
                  key: bytes = b"", forked: bool = False, local_ranks: Mapping[int, int] = MappingProxyType({}),
-                 **values: Any) -> None:
+                 host: str = LOOPBACK, **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.JobShape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.key = key or secrets.token_bytes(32)
-        self._port = daemons.reserve_port("127.0.0.1")
+        self._port = daemons.reserve_port(host)
         self.ranks: list[subprocess.Popen | ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
         self._forked = forked
@@ -62,7 +63,7 @@ class Job:
         self._commands: dict[str, Any] = {}
         try:
             commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
-                                   self._port.getsockname(), self.key.hex())
+                                   self._port.getsockname()[:2], self.key.hex())
             self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
             self._node_0 = next(command for command in commands if command.name == "node 0")
             of_ranks = [command for command in commands if command.kind is Kind.RANK]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from bpsfast.base.settings import load
 from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.orchestration.errors import ClosedError, StallError
+from tests.support.loopback import LOOPBACK
 
 KEY = bytes(range(32))
 
@@ -17,7 +18,7 @@ class Endpoints:
     """*size* endpoints; *by_network*: as if each were on a node of its own. Close it."""
 
     def __init__(self, size: int = 2, by_network: bool = False, **values: object) -> None:
-        self.settings = load({"timeout_s": 20, "transport": "tcp" if by_network else "auto", "node_host": "127.0.0.1",
+        self.settings = load({"timeout_s": 20, "transport": "tcp" if by_network else "auto", "node_host": LOOPBACK,
                               **values}, {})
         self.board: dict[str, bytes] = {}
         self.changed = threading.Condition()
@@ -26,7 +27,7 @@ class Endpoints:
 
     def _session(self, rank: int, size: int, by_network: bool) -> SimpleNamespace:
         return SimpleNamespace(
-            rank=rank, size=size, host="127.0.0.1", node=rank if by_network else 0, n_nodes=size if by_network else 1,
+            rank=rank, size=size, host=LOOPBACK, node=rank if by_network else 0, n_nodes=size if by_network else 1,
             settings=self.settings, role=SimpleNamespace(job_key=KEY), pid=os.getpid(), require_open=lambda: None,
             port=SimpleNamespace(check=self._check), key_values=SimpleNamespace(
                 publish=self._publish, lookup=self._lookup, withdraw=lambda prefix: None))

@@ -9,6 +9,7 @@ from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from bpsfast.orchestration.job.admission import JobSettings
+from bpsfast.orchestration.long_lists import as_sent, pieces, with_digest
 from tests.support.job_table import join, spec
 
 NODES = {"A": 2, "B": 2, "C": 1, "H": 0}
@@ -39,8 +40,9 @@ class Court:
 
     def say(self, name, *spoken):
         for message in spoken:
+            message = with_digest(message) if isinstance(message, m.Declare) else message
             self.control_logs[name].said(message)
-            self.post(self.scheduler_state.receive(self.now, self.over[name], message))
+            self.post(self.scheduler_state.receive(self.now, self.over[name], as_sent(message)))
 
     def read(self, *names):
         """Let nodes read and answer all their messages; return the messages."""
@@ -52,9 +54,14 @@ class Court:
                 if isinstance(message, m.Plan | m.Recover):
                     self.say(name, m.Ready(generation=message.generation))
                 if isinstance(message, m.RejoinRequest):
-                    for each in self.control_logs[name].report(message.number):
-                        self.post(self.scheduler_state.receive(self.now, self.over[name], each))
+                    self.report(name, message.number)
+                if isinstance(message, m.ListWanted):
+                    self.say(name, *pieces(message.digest, self.control_logs[name].list_of(message.digest)))
         return found
+
+    def report(self, name, recall=0):
+        for each in self.control_logs[name].report(recall):
+            self.post(self.scheduler_state.receive(self.now, self.over[name], as_sent(each)))
 
     def declare(self, *tensors, only="ABC"):
         for name in only:
@@ -69,8 +76,7 @@ class Court:
     def dial(self, *names):
         for name in names:
             self.hang_up(name)
-            for message in self.control_logs[name].report():
-                self.post(self.scheduler_state.receive(self.now, self.over[name], message))
+            self.report(name)
 
     def lose_scheduler(self, *back):
         self.scheduler_state = SchedulerState(self.settings, self.now)

@@ -33,9 +33,9 @@ def missing() -> str | None:
 class SshHosts:
     """The hosts *names*, a context manager. They share this machine's files and processes."""
 
-    def __init__(self, names: Sequence[str], folder: Path) -> None:
+    def __init__(self, names: Sequence[str], folder: Path, ip_version: int = 4) -> None:
         self.folder = folder
-        self.cluster = Cluster(names)
+        self.cluster = Cluster(names, ip_version=ip_version)
         self.names = list(names)
         self._sshds: dict[str, subprocess.Popen] = {}
         try:

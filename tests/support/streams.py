@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from bpsfast.base.addresses import listening_socket
 from bpsfast.node.transport import tcp
 from bpsfast.orchestration import security
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.tcp import IoThreads, Stream
+from tests.support.loopback import LOOPBACK
 
 #: By which the I/O threads of streams work that are given none (fixture `io_backend`).
 default_backend = "epoll"
@@ -45,8 +47,8 @@ def mailbox() -> Iterator[Engine]:
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield both ends of a connection over the loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        left = socket.create_connection(server.getsockname())
+    with listening_socket(LOOPBACK) as server:
+        left = socket.create_connection(server.getsockname()[:2])
         right, _ = server.accept()
     with left, right:
         yield left, right

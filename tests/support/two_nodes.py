@@ -8,18 +8,20 @@ import threading
 
 import msgspec
 
+from bpsfast.base.addresses import format_address, listening_socket
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.base.settings import Settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_listener import LocalListener, bind
 from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.runtime import NodeRuntime
-from bpsfast.node.transport import Epochs, Peering, tcp
+from bpsfast.node.transport import Epochs, Peering
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.orchestration.priority.send_queue import rank_parts
 from bpsfast.pyx.port import Port
+from tests.support.loopback import LOOPBACK
 
 KEY = bytes(range(16))
 
@@ -34,14 +36,14 @@ class End:
         self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
         self.errors: list[Exception] = []
         self.runtime = NodeRuntime(settings, lambda source, code: self.lost.put((source, code)))
-        self.listener = tcp.listen("127.0.0.1")
+        self.listener = listening_socket(LOOPBACK)
         self.loop = EventLoop(self.errors.append)
         local = bind(key, f"test-{os.getpid()}-{id(self)}")
         assert local is not None
         self.reception = LocalListener(self.loop, local, key, self._nobody, self._nobody,
                                    lambda link: self.peering.offer(link, "exchanged"))
-        host, port = self.listener.getsockname()
-        self.info = NodeInfo(index=index, host="here", pid=os.getpid(), address=f"{host}:{port}",
+        host, port = self.listener.getsockname()[:2]
+        self.info = NodeInfo(index=index, host="here", pid=os.getpid(), address=format_address(host, port),
                              shm_name=local.getsockname().lstrip(b"\0").decode(), ranks=(index,), nic_rate_bytes=0.0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         attach = Attach(version=VERSION, package="", pid=os.getpid(), local_rank=0, local_size=1, rank=index, size=2,

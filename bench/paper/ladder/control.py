@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bpsfast.base import settings
+from bpsfast.base.addresses import format_address
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from bpsfast.tools.perf.control import Secret, secret_for
@@ -184,7 +185,7 @@ def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -
             break
         except OSError as exc:
             if not isinstance(exc, ConnectionRefusedError) or is_gone() or time.monotonic() >= deadline:
-                raise PeerLostError(f"no ladder listens at {host}:{port} ({exc}): start "
+                raise PeerLostError(f"no ladder listens at {format_address(host, port)} ({exc}): start "
                                     f"`bpsfast bench ladder --listen` there") from exc
             wait.wait(0.05)
     try:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ...base import message_socket
-from ...base.addresses import is_loopback
+from ...base.addresses import family_of, format_address, is_loopback, listening_socket
 from ...base.encryption import Encryption, check_library, seals_of
 from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
@@ -36,7 +36,16 @@ from ...orchestration.errors import (
     ProtocolError,
     StallError,
 )
-from ...orchestration.handshakes import MAX_PENDING_HANDSHAKES, RECHECK_S, HandshakeLimiter, source_of
+from ...orchestration.handshakes import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    MAX_PENDING_HANDSHAKES,
+    RECHECK_S,
+    HandshakeLimiter,
+    source_of,
+)
+from ...orchestration.host_lookup import resolve
 from ...orchestration.job.node_losses import FIRST_EPOCH
 from ...trainer.session import Session
 from .encrypted_socket import EncryptedSocket
@@ -115,16 +124,10 @@ class PeerConnector:
             may_leave = self._encryption is Encryption.BETWEEN_MACHINES and not is_loopback(host)
             if may_leave or self._encryption is Encryption.ALL:
                 check_library()
-            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            listener = listening_socket(host, session.settings.ports)
             self.listeners.append(listener)
-            try:
-                listener.bind((host, 0))
-                listener.listen(128)
-            except OSError as exc:
-                raise ConfigError(f"rank {session.rank} cannot listen for messages on {host!r}: {exc}; set "
-                                  "BPSFAST_NODE_HOST to an address of this machine") from exc
             port = listener.getsockname()[1]
-        return Address(session.node, self._machine, name[1:].decode(), host, port)
+        return Address(session.node, self._machine, name[1:].decode(), session.settings.advertise or host, port)
 
     def trouble(self, rank: int) -> str:
         """Return how far the connection to *rank* is, in words."""
@@ -252,10 +255,11 @@ class PeerConnector:
             found = self._find(rank)
             self._doing[rank] = "it is dialled"
             near = self._is_near(rank, found)
-            sock = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
+            host = "" if near else resolve(found.host, self._patience_s)
+            sock = socket.socket(socket.AF_UNIX if near else family_of(host), socket.SOCK_STREAM)
             try:
                 with self._interruptible(sock):
-                    self._connect(sock, rank, found)
+                    self._connect(sock, rank, found, host)
                     hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
                                                  encrypted=self._encryption.covers(sock))
                     answer, secret = security.handshake_as_dialer(sock, self._key, _CONTEXT, hello, self._patience_s)
@@ -296,17 +300,17 @@ class PeerConnector:
                               "its job has one node only")
         return near
 
-    def _connect(self, sock: socket.socket, rank: int, found: Address) -> None:
+    def _connect(self, sock: socket.socket, rank: int, found: Address, host: str) -> None:
         near = sock.family == socket.AF_UNIX
         sock.settimeout(self._patience_s)
         try:
-            sock.connect("\0" + found.local if near else (found.host, found.port))
+            sock.connect("\0" + found.local if near else (host, found.port))
         except OSError as exc:
-            where = "its local socket" if near else f"{found.host}:{found.port}"
+            where = "its local socket" if near else format_address(found.host, found.port)
             raise PeerLostError(f"rank {rank} does not listen on {where} any more ({exc}): it has ended, or a firewall "
                                 "is between") from exc
         if not near:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prepare(sock)
         elif message_socket.peer_uid(sock)[1] != os.getuid():
             raise ProtocolError(f"another user's process listens on rank {rank}'s local socket")
 
@@ -323,7 +327,7 @@ class PeerConnector:
         session, taken = self._session, False
         try:
             if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _prepare(sock)
             try:
                 with self._interruptible(sock):
                     hello, secret = security.handshake_as_acceptor(
@@ -362,6 +366,15 @@ class PeerConnector:
     @property
     def _patience_s(self) -> float:
         return min(self._session.settings.timeout_s, self._session.settings.start_timeout_s)
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Let the kernel send small messages at once, and find out that the other end of an idle connection is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def _is_waited_at(listeners: Sequence[socket.socket]) -> bool:

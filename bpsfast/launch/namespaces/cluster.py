@@ -30,7 +30,8 @@ from . import netns
 Rate = str | float | tuple[str | float, str | float]
 
 _HUB = "hub"
-_HUB_ADDRESS = "10.77.255.254"
+#: By version of IP: the network, with the place of a machine's number, and the number of the hub.
+_NETWORKS = {4: ("10.77.{}", "/16", "255.254"), 6: ("fd77::{}", "/64", "fffe")}
 _CALIBRATION_PORT = 7701
 _CALIBRATION_EXTRA_S = 30.0
 
@@ -121,11 +122,11 @@ class Cluster(Closing):
     Raises `ConfigError` if root, ``ip`` or tbf is missing, or an argument is not possible.
 
     *machines* are their names, or their number ("m0", "m1", ...). *rates* is one `Rate` for all links, or one for each
-    name; None: not shaped. *mtu* is that of all links, in bytes.
+    name; None: not shaped. *mtu* is that of all links, in bytes. *ip_version*: 4 or 6, the only one on the links.
     """
 
     def __init__(self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *,
-                 mtu: int = 1500) -> None:
+                 mtu: int = 1500, ip_version: int = 4) -> None:
         names = [f"m{i}" for i in range(machines)] if isinstance(machines, int) else list(machines)
         if not 0 < len(names) < 250 or len({*names, _HUB}) != len(names) + 1 or any("/" in name for name in names):
             raise ConfigError(f"machines must be 1 to 249 different names, none of them {_HUB!r}, got {names}")
@@ -135,15 +136,17 @@ class Cluster(Closing):
         netns.remove_stale()
         limits = _limits(names, rates)
         namespaces = netns.unused_names([_HUB, *names])
-        self.hub = Machine(_HUB, namespaces[_HUB], _HUB_ADDRESS, "br0")
-        self.machines = {name: Machine(name, namespaces[name], f"10.77.0.{i + 1}", "eth0")
-                         for i, name in enumerate(names)}
+        network, width, of_hub = _NETWORKS[ip_version]
+        self.hub = Machine(_HUB, namespaces[_HUB], network.format(of_hub), "br0")
+        numbers = [f"0.{i}" if ip_version == 4 else f"{i:x}" for i in range(1, len(names) + 1)]
+        self.machines = {name: Machine(name, namespaces[name], network.format(number), "eth0")
+                         for name, number in zip(names, numbers)}
         try:
             netns.create(self.hub.namespace)
-            netns.create_bridge(self.hub.namespace, f"{_HUB_ADDRESS}/16")
+            netns.create_bridge(self.hub.namespace, self.hub.address + width)
             for i, (name, machine) in enumerate(self.machines.items()):
                 netns.create(machine.namespace)
-                netns.plug(self.hub.namespace, f"port{i}", machine.namespace, f"{machine.address}/16", mtu)
+                netns.plug(self.hub.namespace, f"port{i}", machine.namespace, machine.address + width, mtu)
                 limit = limits[name]
                 if limit is not None:
                     netns.shape(machine.namespace, "eth0", limit[0])

@@ -126,10 +126,13 @@ def _connect(name: str, interface: str, address: str) -> None:
     can, and varies. It is set by the route, since the namespace's own setting accepts only what the machine allows
     unprivileged users.
     """
-    ip("-n", name, "addr", "add", address, "dev", interface)
+    own = ipaddress.ip_interface(address)
+    # of IPv6 without the second in which the kernel looks whether another machine has it
+    ip("-n", name, "addr", "add", address, "dev", interface, *(("nodad",) if own.version == 6 else ()))
     ip("-n", name, "link", "set", interface, "up")
-    if _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split():
-        own = ipaddress.ip_interface(address)
+    if own.version == 6:
+        ip("-n", name, "-6", "route", "replace", str(own.network), "dev", interface, "congctl", _CONGESTION_CONTROL)
+    elif _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split():
         ip("-n", name, "route", "change", str(own.network), "dev", interface, "proto", "kernel", "scope", "link",
            "src", str(own.ip), "congctl", _CONGESTION_CONTROL)
 

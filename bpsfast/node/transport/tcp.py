@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from ...base.addresses import format_address
 from ...base.encryption import Encryption, Seals, seals_of
-from ...base.settings import Settings
+from ...base.settings import Settings, parse_address
 from ...base.trace_records import Limits
 from ...orchestration import security
 from ...orchestration.errors import ConfigError, MismatchError, StallError
@@ -114,23 +115,10 @@ class Epochs:
             return self._newcomers.get(index, self._committed)
 
 
-def listen(host: str) -> socket.socket:
-    """Return a socket that listens for data connections on *host*, any port."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(128)
-    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
-        listener.close()
-        raise ConfigError(f"cannot listen for data on {host!r}: {exc}; set BPSFAST_NODE_HOST to an address of this "
-                          "machine") from exc
-    return listener
-
-
 def _is_local(sock: socket.socket) -> bool:
     """Whether the peer's address is one of this host; False if the connection has ended meanwhile."""
     try:
-        return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+        return sock.family != socket.AF_UNIX and sock.getsockname()[0] == sock.getpeername()[0]
     except OSError:
         return False
 
@@ -329,8 +317,8 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
         answer, secret = security.handshake_as_dialer(sock, key, CONTEXT, hello, timeout_s)
         if answer.peer != peer or answer.epoch < least_epoch:
             host, port = sock.getpeername()[:2]
-            raise MismatchError(f"{host}:{port} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
-                                f"epoch {least_epoch} or later")
+            raise MismatchError(f"{format_address(host, port)} is node {answer.peer} of epoch {answer.epoch}, expected "
+                                f"node {peer} of epoch {least_epoch} or later")
     except BaseException:
         sock.close()
         raise
@@ -372,8 +360,7 @@ def end_when_silent(sock: socket.socket, lease_s: float) -> None:
 
 def reach_once(address: str, timeout_s: float) -> socket.socket:
     """Return a connection to *address* ("host:port"), tried once; `OSError` if there is none within *timeout_s*."""
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    sock = socket.create_connection(parse_address(address, "a node"), timeout=timeout_s)
     sock.setblocking(True)
     prepare(sock)
     return sock

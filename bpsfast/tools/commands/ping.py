@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output
+from ...base.addresses import format_address
 from . import options as shared
 
 
@@ -105,7 +106,7 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
     lines = [matrix_of(found, where), ""] if where else []
     for each in found:
         source = f"{each['source']} -> " if "source" in each else ""
-        name = f"{source}{each['host']}:{each['port']}"
+        name = f"{source}{format_address(each['host'], each['port'])}"
         if each["error"]:
             lines.append(f"{name}  NOT REACHED  {each['error']}")
             continue
@@ -123,8 +124,8 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
 
 def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
     """Return a table of which host reaches which, and over how many pairs of RDMA ports."""
-    cells = {(each["source"], f"{each['host']}:{each['port']}"): _summary(each) for each in found}
-    names = [f"{host}:{port}" for host, port in where]
+    cells = {(each["source"], format_address(each['host'], each['port'])): _summary(each) for each in found}
+    names = [format_address(host, port) for host, port in where]
     return output.columns([("from \\ to", *names),
                            *((source, *(cells.get((source, target), "-") for target in names)) for source in names)])
 

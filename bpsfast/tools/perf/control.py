@@ -343,8 +343,9 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
             raise ConfigError(f"host name {host!r} cannot be resolved: {why}") from exc
         except OSError as exc:
             if time.monotonic() + _RETRY_S >= deadline:
-                raise StallError(f"no process answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
-                                 "`bpsfast` listens there with the same -p and that the port is open") from exc
+                raise StallError(f"no process answers at {format_address(host, port)} within {timeout_s:g} s ({exc}); "
+                                 "check that `bpsfast` listens there with the same -p, and that the port is open"
+                                 ) from exc
             time.sleep(_RETRY_S)
     hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
     return _control(sock, silence_s, lambda: security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))

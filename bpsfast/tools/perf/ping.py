@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...base.addresses import format_address
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
@@ -58,7 +59,7 @@ def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, w
     """Let the listener *source* reach the listener *target*; return the results with ``source``."""
     found = _results(source, target, key, wait_s, "the pinging host: ", lambda control, found: found.update(
         _ask(control, "reach", {"host": target[0], "port": target[1]})))
-    return found | {"source": f"{source[0]}:{source[1]}"}
+    return found | {"source": format_address(*source)}
 
 
 def _results(server: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float, whose: str,

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from ...base.addresses import format_address
 from ...orchestration import security
 from ...orchestration.errors import PeerLostError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
@@ -105,7 +106,8 @@ class TcpEnd:
         try:
             sock = socket.create_connection((host, port), timeout=_CONNECT_S)
         except OSError as exc:
-            raise StallError(f"data connection {number} to {host}:{port}: {exc}; is that port open?") from exc
+            raise StallError(f"data connection {number} to {format_address(host, port)}: {exc}; is that port open?"
+                             ) from exc
         try:
             hello = security.StreamHello(peer=0, stream=number, epoch=_EPOCH)
             security.plain_handshake_dialer(sock, self._key, _CONTEXT, hello, _CONNECT_S)

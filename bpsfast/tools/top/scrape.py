@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ...base.addresses import format_address
 from ...orchestration.errors import LackingError
 
 #: Most bytes of an answer; a node needs about 300 for each rank and peer.
@@ -70,16 +71,16 @@ def scrape(host: str, port: int, timeout_s: float) -> Scrape:
         with connection.getresponse() as answer:  # without a length the response would keep the descriptor open
             text = answer.read(_MOST_NBYTES)
     except http.client.HTTPException as exc:
-        raise NotBpsfastError(f"{host}:{port} does not speak HTTP: {type(exc).__name__}") from exc
+        raise NotBpsfastError(f"{format_address(host, port)} does not speak HTTP: {type(exc).__name__}") from exc
     finally:
         connection.close()
     if answer.status >= 500:  # a node before it has met its peers
-        raise TimeoutError(f"{host}:{port} has no metrics yet (HTTP {answer.status})")
-    found = Scrape(time.monotonic(), _parsed(text, f"{host}:{port}"))
+        raise TimeoutError(f"{format_address(host, port)} has no metrics yet (HTTP {answer.status})")
+    found = Scrape(time.monotonic(), _parsed(text, format_address(host, port)))
     if found.metrics.get("bpsfast_build_info") and not found.metrics.get("bpsfast_member_up"):
-        raise TimeoutError(f"{host}:{port} has no metrics yet: its job is starting")
+        raise TimeoutError(f"{format_address(host, port)} has no metrics yet: its job is starting")
     if not found.metrics.get("bpsfast_job"):
-        raise NotBpsfastError(f"{host}:{port} is not a node of bpsfast (HTTP {answer.status})")
+        raise NotBpsfastError(f"{format_address(host, port)} is not a node of bpsfast (HTTP {answer.status})")
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from ...base.addresses import format_address
 from ...base.resources import Closing
 from ...orchestration.errors import PeerLostError, StallError
 from .sample import NodeSample, Sample, State, node_sample, rank_samples
@@ -25,7 +26,7 @@ class MetricsAddress(NamedTuple):
     is_one: bool = False
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}{'' if self.is_one else ' and the next ports'}"
+        return f"{format_address(self.host, self.port)}{'' if self.is_one else ' and the next ports'}"
 
 
 class _Seen(NamedTuple):
@@ -153,7 +154,7 @@ class Watch(Closing):
         found: dict[int, NodeSample] = {}
         for (host, port), seen in ours.items():
             assert seen.now is not None, "those without were omitted"
-            node = node_sample(seen.before if seen.state == "up" else None, seen.now, f"{host}:{port}")
+            node = node_sample(seen.before if seen.state == "up" else None, seen.now, format_address(host, port))
             if seen.state != "up":
                 node = NodeSample(node=node.node, state=seen.state, is_helper=node.is_helper, host=node.host,
                                   address=node.address)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...base.addresses import format_address
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
@@ -80,7 +81,7 @@ class TuneTestbed:
         try:
             return connect(host, port, self._key, wait_s, self._timeout_s)
         except (BpsError, OSError) as exc:
-            raise PeerLostError(f"{host}:{port} does not listen any more: {exc}") from exc
+            raise PeerLostError(f"{format_address(host, port)} does not listen any more: {exc}") from exc
 
     def _together(self, plan: Plan, ways: Sequence[RailPair], controls: Sequence[Control]) -> list[dict[str, Any]]:
         barrier = threading.Barrier(len(ways))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...base import logs
-from ...base.addresses import format_address
+from ...base.addresses import format_address, port_range
 from ...base.settings import load, parse_address
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ClosedError, ConfigError, MismatchError
@@ -203,6 +203,18 @@ def _store_numbers(session: Session) -> Iterator[int]:
     return itertools.count()
 
 
+def _listening_store(session: Session, timeout: timedelta) -> Any:
+    """Return rank 0's store, at the first free one of the ports that the settings allow."""
+    first, last = port_range(session.settings.ports)
+    for port in range(first, last + 1):
+        try:
+            return dist.TCPStore(session.host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+        except dist.DistNetworkError:
+            if port == last:
+                raise
+    raise AssertionError("a range has at least one port")
+
+
 def store_of(session: Session, timeout: timedelta) -> Any:
     """Return a store that all ranks of *session* share; rank 0's process holds it. All ranks call this equally often.
 
@@ -210,8 +222,9 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     """
     key = f"torch/store/{next(session.extension(_store_numbers))}"
     if session.rank == 0:
-        store = dist.TCPStore(session.host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.key_values.publish(key, format_address(session.host, store.port).encode())
+        store = _listening_store(session, timeout)
+        host = session.settings.advertise or session.host
+        session.key_values.publish(key, format_address(host, store.port).encode())
         return store
     found = session.key_values.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ....base.settings import Settings
+from ....base.settings import Settings, parse_address
 from ....hardware import rdma_route
 from ....hardware.affinity.binding import device_cores, on_cores
 from ....hardware.host import Host
@@ -281,7 +281,7 @@ class Rails:
                     raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
                 if not host.ports:
                     raise NoDeviceError("there is no RDMA device here")
-                peer = rdma_route.peer_address(host, address.rpartition(":")[0]) if address else None
+                peer = rdma_route.peer_address(host, parse_address(address, "a node")[0]) if address else None
                 chosen = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
                                       peer=peer).require()
                 if self._closed:
