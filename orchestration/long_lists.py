@@ -14,7 +14,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -35,6 +35,10 @@ _FIELDS = {m.Declare: "tensors", m.CommittedUnits: "units"}
 _NEVER_HELD = (m.Heartbeat, m.Lost, m.ProbeResult)
 
 _ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    m.Declare: msgspec.msgpack.Decoder(tuple[m.TensorSpec, ...]),
+    m.CommittedUnits: msgspec.msgpack.Decoder(tuple[m.UnitPlan, ...]),
+}
 _Some = TypeVar("_Some", bound=m.Message)
 #: (connection, message) that can be acted on, in order.
 Ready = list[tuple[bytes, m.Message]]
@@ -213,13 +217,12 @@ def _digest(message: m.Message) -> bytes:
 
 def _decoded(message: m.Message, digest: bytes, entries: Sequence[msgspec.Raw]) -> tuple[Any, ...]:
     """Return the list that *message* waits for."""
-    kind = m.TensorSpec if isinstance(message, m.Declare) else m.UnitPlan
     data = _ENCODER.encode(entries)
     if hashlib.blake2b(data, digest_size=16).digest() != digest:
         raise ProtocolError(f"a list of {len(entries)} entries came that is not the one of its "
                             f"{type(message).__name__}")
     try:
-        return msgspec.msgpack.decode(data, type=tuple[kind, ...])
+        return cast("tuple[Any, ...]", _DECODERS[type(message)].decode(data))
     except DECODE_ERRORS as exc:
         raise ProtocolError(f"a list of {len(entries)} entries for a {type(message).__name__} cannot be read: {exc}"
                             ) from exc
