@@ -7,7 +7,6 @@ import secrets
 import time
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from . import messages as m
 from .clock_offset import ClockOffset
@@ -15,6 +14,7 @@ from .errors import CapacityError, PeerLostError, StallError
 from .host_lookup import HostLookup, is_address
 from .long_lists import as_sent
 from .security import curve_pair
+from .zmq_connections import monitor_event
 
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -223,7 +223,7 @@ class SchedulerClient:
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            event = monitor_event(self._monitor)[0]
             if event == zmq.EVENT_CONNECTED:
                 self._n_connected += 1
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from .handshakes import HandshakeLimiter, host_of
 
@@ -109,11 +108,10 @@ class ZmqHandshakeLimiter:
 
     def _read_events(self) -> None:
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-            fd = event["value"]
+            event, fd = monitor_event(self.monitor)
             self._forget(fd)
             self._known.discard(fd)
-            if event["event"] == zmq.EVENT_ACCEPTED:
+            if event == zmq.EVENT_ACCEPTED:
                 with contextlib.suppress(OSError), view(fd) as sock:
                     self._strangers[fd] = address = sock.getpeername()
                     self._limiter.add(fd, host_of(address[0]), time.monotonic())
@@ -138,6 +136,16 @@ class ZmqHandshakeLimiter:
                 sock.shutdown(socket.SHUT_RDWR)
                 self.n_cut += 1
         self._forget(fd)
+
+
+def monitor_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Return the next event of *monitor*, which has one, and its value (libzmq's manual, zmq_socket_monitor).
+
+    As `zmq.utils.monitor`, which imports asyncio: that is a tenth of the time in which a node starts.
+    """
+    frames = monitor.recv_multipart(zmq.NOBLOCK)
+    event, value = struct.unpack("=Hi", frames[0])
+    return event, value
 
 
 def interface(host: str) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ..handshakes import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from ..security import curve_pair
-from ..zmq_connections import ZmqHandshakeLimiter, interface
+from ..zmq_connections import ZmqHandshakeLimiter, interface, monitor_event
 from .turns import Entry
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -263,7 +262,7 @@ class FollowerChannel(_Channel):
 
     def _is_lost(self) -> bool:
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            event = monitor_event(self._monitor)[0]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._secure = True
             elif self._secure:

@@ -37,6 +37,22 @@ def test_machines_reach_each_other(pair):
         assert listener.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize("ip_version", [4, 6])
+def test_many_machines_need_no_entries_of_the_kernels_table(ip_version):
+    """It has 1,024 for all namespaces together; every pair of machines would need two."""
+    with Cluster(12, ip_version=ip_version) as cluster:
+        for machine in (cluster.hub, cluster["m0"], cluster["m11"]):
+            known = netns.ip("-n", machine.namespace, "neigh", "show", "nud", "permanent").splitlines()
+            assert len([line for line in known if "lladdr" in line and not line.startswith(("ff02", "224."))]) == 12
+        probe = f"import socket; socket.create_connection(({cluster['m11'].address!r}, 7000), timeout=10)"
+        listen = f"import socket; s = socket.create_server(({cluster['m11'].address!r}, 7000), " \
+                 f"family=socket.AF_INET{'6' if ip_version == 6 else ''}); print(flush=True); s.accept()"
+        with cluster["m11"].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE) as listener:
+            listener.stdout.readline()
+            assert cluster["m0"].run([sys.executable, "-c", probe], timeout_s=30).returncode == 0
+            assert listener.wait(timeout=30) == 0
+
+
 def test_the_hosts_own_interfaces_stay_as_they_are():
     before = socket.if_nameindex()
     with Cluster(["a", "b"], rates="1gbit"):

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -137,6 +138,20 @@ def _connect(name: str, interface: str, address: str) -> None:
            "src", str(own.ip), "congctl", _CONGESTION_CONTROL)
 
 
+def introduce(interfaces: Sequence[tuple[str, str, str]]) -> None:
+    """Tell each namespace the link addresses of all others; *interfaces*: (namespace, interface, IP address).
+
+    Else every pair of namespaces takes an entry of one table of the kernel, which has 1,024 of them for all namespaces
+    together (net.ipv4.neigh.default.gc_thresh3) and drops packets when it is full.
+    """
+    links = [json.loads(ip("-n", name, "-j", "link", "show", "dev", interface))[0]["address"]
+             for name, interface, _ in interfaces]
+    for name, interface, _ in interfaces:
+        _run("ip", "-n", name, "-batch", "-", said="".join(
+            f"neigh replace {address} lladdr {link} dev {interface} nud permanent\n"
+            for (other, _, address), link in zip(interfaces, links) if other != name))
+
+
 def shape(name: str, interface: str, rate_bits: float) -> None:
     """Limit the sending rate of *interface* in namespace *name* to *rate_bits* per second (token bucket)."""
     burst = burst_nbytes(rate_bits)
@@ -199,9 +214,10 @@ def ip(*arguments: str) -> str:
     return _run("ip", *arguments)
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, said: str = "") -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False,
+                              input=said)
     except subprocess.TimeoutExpired as exc:
         raise StallError(f"`{' '.join(command)}` has not ended within {_COMMAND_TIMEOUT_S:g} s") from exc
     except BlockingIOError as exc:
