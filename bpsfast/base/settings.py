@@ -77,8 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "number of server processes as BytePS counts them, also on machines with ranks", ge=-1, le=_MAX_INT)] = -1
     node_host: Annotated[str, _about("address of this node that peers connect to", "host")] = ""
     interface: Annotated[str, _about(
-        "network interface whose address peers connect to, or a list as NCCL_SOCKET_IFNAME has, such as ib,eth (the first "
-        "that there is) or ^docker,lo (all but)")] = ""
+        "network interface whose address peers connect to, or a list as NCCL_SOCKET_IFNAME has, such as ib,eth (the "
+        "first that there is) or ^docker,lo (all but)")] = ""
     advertise: Annotated[str, _about(
         "address under which other machines reach this node and its ranks, if that is not the one they listen on; port "
         "numbers must be the same", "host")] = ""
