@@ -5,6 +5,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -17,7 +18,7 @@ MODULES = {
 }
 
 
-class AliasLoader:
+class AliasLoader(Loader):
     """Loads the module *name* under another name: both names refer to the same object."""
 
     def __init__(self, name: str) -> None:

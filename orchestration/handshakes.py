@@ -63,6 +63,7 @@ class HandshakeLimiter(Generic[Connection]):
         self._many = max(most / 2, n_members)
         self._grace_s = grace_s
         self._held: dict[Connection, tuple[str, float]] = {}
+        self._n_of: Counter[str] = Counter()  # connections by source
 
     def __len__(self) -> int:
         return len(self._held)
@@ -80,11 +81,18 @@ class HandshakeLimiter(Generic[Connection]):
 
     def add(self, connection: Connection, source: str, now: float) -> None:
         """Count *connection*, which comes from *source* (see `source_of`)."""
+        self.remove(connection)
         self._held[connection] = source, now
+        self._n_of[source] += 1
 
     def remove(self, connection: Connection) -> bool:
         """Stop counting *connection*, which has proved the key or has ended. Returns whether it was counted."""
-        return self._held.pop(connection, None) is not None
+        found = self._held.pop(connection, None)
+        if found is not None:
+            self._n_of[found[0]] -= 1
+            if not self._n_of[found[0]]:
+                del self._n_of[found[0]]
+        return found is not None
 
     def overdue(self, now: float, patience_s: float) -> list[Connection]:
         """Return the connections that have not proved the key within *patience_s*."""
@@ -97,10 +105,9 @@ class HandshakeLimiter(Generic[Connection]):
         """
         if self.has_room:
             return None
-        n_of = Counter(source for source, _ in self._held.values())
-        n_most = max(n_of.values())
+        n_most = max(self._n_of.values())
         connection, since = next((each, since) for each, (source, since) in self._held.items()
-                                 if n_of[source] == n_most)
+                                 if self._n_of[source] == n_most)
         grace_s = self._grace_s / 10 if n_most > self._many else self._grace_s
         return connection if now - since >= grace_s else None
 

@@ -206,7 +206,8 @@ class Measured(Message):
 
 
 class Declare(Message):
-    """Rank `rank` declares tensors. `positions`: on a repetition, their positions in all that it ever declared.
+    """Rank `rank` declares tensors. `positions`: on a repetition, their positions in all that it ever declared; empty
+    also if it is not the first rank of any.
 
     `digest`: what identifies a long list (`long_lists`). From node to scheduler it stands for `tensors`.
     """
@@ -220,7 +221,7 @@ class Declare(Message):
 class ListPiece(Message):
     """The next entries of the list that `digest` identifies, each as its own message: the reply to `ListWanted`.
 
-    None at all: this node does not have the list any more.
+    `entries` of the only piece is empty if the node does not have the list any more.
     """
 
     digest: bytes
@@ -996,17 +997,18 @@ def decode(data: bytes, sender: str) -> Message:
 
     Raises `ProtocolError` if the bytes are no such message.
     """
-    if data[:1] == _COMPRESSED and sender in _MOST_NBYTES:
-        data = _decompressed(data, sender)
     try:
-        return _DECODERS[sender].decode(data)
+        return _DECODERS[sender].decode(uncompressed(data, sender))
     except DECODE_ERRORS as exc:
         raise ProtocolError(f"{len(data)} bytes from a {sender} are no control message: {exc}") from exc
 
 
-def _decompressed(data: bytes, sender: str) -> bytes:
+def uncompressed(data: bytes, sender: str) -> bytes:
+    """Return the message in *data*, of *sender* as for `decode`, before it was compressed. Raises `ProtocolError`."""
+    if data[:1] != _COMPRESSED or sender not in _MOST_NBYTES:
+        return data
     stream = zlib.decompressobj()
-    why = f"they are cut off, or more than {_MOST_NBYTES[sender]} bytes uncompressed"
+    why = f"they are cut off, followed by others, or more than {_MOST_NBYTES[sender]} bytes uncompressed"
     try:
         found = stream.decompress(memoryview(data)[1:], _MOST_NBYTES[sender])
         if stream.eof and not stream.unused_data:

@@ -245,4 +245,6 @@ def _address(sock: socket.socket) -> str:
         name = sock.getpeername()
     except OSError:
         return "a peer that is gone"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer"
+    if not isinstance(name, tuple):
+        return "a local peer"
+    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 import bpsfast
+from bpsfast.base.addresses import family_of
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import samples
 from bpsfast.bench.harness.bpsfast_rank import BpsfastRank
@@ -88,7 +89,7 @@ def rendezvous() -> Iterator[dict[str, str]]:
 
 def _variables(host: str, port: np.ndarray[Any, Any]) -> dict[str, str]:
     port = bpsfast.broadcast(port, root_rank=0, name="port of gloo")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
         sock.connect((host, 9))  # sends nothing, but selects our address of this route
         own = sock.getsockname()[0]
     interface = next(name for name, entries in psutil.net_if_addrs().items()

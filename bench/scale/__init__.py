@@ -36,7 +36,7 @@ from bpsfast.orchestration.messages import TensorSpec
 
 from .nodes import Nodes
 
-#: The promised limits with `_MOST` nodes: CPU seconds from the first join to the first commit, and for a lost helper.
+#: The promised limits with 1,024 nodes: CPU seconds from the first join to the first commit, and for a lost helper.
 MOST_START_S, MOST_LOSS_S, MOST_NBYTES = 30.0, 3.0, 1 << 30
 _TIMEOUT_S = 300.0
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..orchestration.errors import ConfigError, StallError
 from ..orchestration.host_lookup import HostLookup, is_address, resolve
 from .settings import Settings
+from .value_formats import parse_ports
 
 _log = logging.getLogger("bpsfast.reach")
 _TIMEOUT_S = 2.0
@@ -45,39 +46,32 @@ def listening_socket(host: str, ports: str = "") -> socket.socket:
     *ports*: as the setting of that name. Blocks for at most two seconds. Raises `ConfigError` if nothing can listen
     there.
     """
-    least, most = port_range(ports)
-    listener = None
+    port, most = parse_ports(ports)
+    while True:
+        try:
+            return _listening(resolve(host, _TIMEOUT_S) if host else host, port)
+        except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
+            is_taken = isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE
+            if is_taken and port < most:
+                port += 1
+                continue
+            where = f"{host!r}, ports {ports}" if ports else repr(host)
+            what = ("BPSFAST_PORTS to a range with more free ports" if ports and is_taken
+                    else "BPSFAST_NODE_HOST to an address of this machine")
+            raise ConfigError(f"cannot listen on {where}: {exc}; set {what}") from exc
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
-        address = resolve(host, _TIMEOUT_S) if host else host
-        listener = socket.socket(family_of(address), socket.SOCK_STREAM)
-        for port in range(least, most + 1):
-            try:
-                listener.bind((address, port))
-                listener.listen(128)
-                return listener
-            except OSError as exc:
-                if exc.errno != errno.EADDRINUSE or port == most:
-                    raise
-    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
-        if listener is not None:
-            listener.close()
-        where = f"{host!r}, ports {ports}" if ports else repr(host)
-        raise ConfigError(f"cannot listen on {where}: {exc}; set BPSFAST_NODE_HOST to an address of this machine"
-                          + (", or BPSFAST_PORTS to a range with more free ports" if ports else "")) from exc
-    raise AssertionError("a range has at least one port")
-
-
-def port_range(ports: str) -> tuple[int, int]:
-    """Return the first and the last port of the setting *ports*; (0, 0), any free one, if it is not set.
-
-    Raises `ConfigError` if it is no range.
-    """
-    if not ports:
-        return 0, 0
-    first, _, last = ports.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
-        raise ConfigError(f"ports={ports!r} is no range of ports: expected one such as 30000-30999")
-    return int(first), int(last)
+        # the next job may use a port of the range while connections of the last one are in TIME_WAIT
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def is_loopback(host: str) -> bool:
@@ -139,17 +133,17 @@ def configured_host(settings: Settings) -> str:
 
 
 def _meant(chosen: str, names: Sequence[str]) -> list[str]:
-    """Return those of *names* that the setting *chosen* means, the best one first: a list, as NCCL and gloo read it.
+    """Return those of *names* that the setting *chosen* means, in its order: a list, as NCCL_SOCKET_IFNAME.
 
-    An interface of that name counts before those whose names only begin so; ``=`` excludes these, ``^`` means all
-    others.
+    For each entry first the interface of that name, then those whose names begin so; ``=`` excludes these, ``^`` means
+    all others.
     """
-    all_but, wanted = chosen.startswith("^"), chosen.removeprefix("^")
-    prefixes = () if wanted.startswith("=") else tuple(each for each in wanted.split(",") if each)
-    exact = [each for each in wanted.removeprefix("=").split(",") if each in names]
-    if all_but:
-        return [name for name in names if name not in exact and not name.startswith(prefixes)]
-    return list(dict.fromkeys([*exact, *(name for each in prefixes for name in names if name.startswith(each))]))
+    all_but, rest = chosen.startswith("^"), chosen.removeprefix("^")
+    is_exact, wanted = rest.startswith("="), [each.strip() for each in rest.removeprefix("=").split(",")]
+    meant = [name for each in wanted if each for name in (
+        *(name for name in names if name == each),
+        *(name for name in names if not is_exact and name.startswith(each)))]
+    return [name for name in names if name not in meant] if all_but else list(dict.fromkeys(meant))
 
 
 def own_addresses() -> list[str]:
@@ -226,16 +220,22 @@ def _bare(address: str) -> str:
 
 
 def default_route_host() -> str:
-    """Return the address of the default route, else of the first interface that is up; "" with loopback only."""
+    """Return the address of the default route, else of the first interface that is up; "" with loopback only.
+
+    One of IPv4 if there is one.
+    """
+    import psutil
+
+    states = psutil.net_if_stats()
+    own = [address for name, entries in psutil.net_if_addrs().items() if states[name].isup
+           for address in _usable(entries) if not is_loopback(address)]
     for anywhere in _ANYWHERE:
         source = route_source(anywhere)
         if source and not is_loopback(source):
             return source
-    import psutil
-
-    states = psutil.net_if_stats()
-    return next((address for name, entries in psutil.net_if_addrs().items() if states[name].isup
-                 for address in _usable(entries) if not is_loopback(address)), "")
+        if first := next((address for address in own if family_of(address) == family_of(anywhere)), ""):
+            return first
+    return ""
 
 
 def job_route_source(host: str, timeout_s: float) -> str:

@@ -40,7 +40,7 @@ def _scheduler(text: str, environ: Mapping[str, str], values: Mapping[str, Any])
     port = environ.get("DMLC_PS_ROOT_PORT", "")
     if not port:
         raise ConfigError(f"DMLC_PS_ROOT_URI={text!r} is set, DMLC_PS_ROOT_PORT is not: set both or BPSFAST_SCHEDULER")
-    return f"{text}:{port}"
+    return f"[{text}]:{port}" if ":" in text.strip("[]") and not text.startswith("[") else f"{text}:{port}"
 
 
 def _credit(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int | None:

@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import is_address
 from ..orchestration.placement_policy import check_policy
 from . import logs, profile as profiles
 from .byteps_variables import ALIASES, Translated, clamped, report, translate
-from .value_formats import PATH_MTUS, is_cpu_list, parse_cpus, parse_rdma_devices, parse_size
+from .value_formats import PATH_MTUS, is_cpu_list, parse_cpus, parse_ports, parse_rdma_devices, parse_size
 
 PREFIX = "BPSFAST_"
 _KEY = "BPSFAST_JOB_KEY"
@@ -80,10 +81,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "network interface whose address peers connect to, or a list as NCCL_SOCKET_IFNAME has, such as ib,eth (the "
         "first that there is) or ^docker,lo (all but)")] = ""
     advertise: Annotated[str, _about(
-        "address under which other machines reach this node and its ranks, if that is not the one they listen on; port "
-        "numbers must be the same", "host")] = ""
+        "IP address at which other machines reach this node and its ranks, if that is not one of this machine; port "
+        "numbers must be the same", "address")] = ""
     ports: Annotated[str, _about(
-        "ports at which nodes and ranks listen for each other, such as 30000-30999; empty: any", "first-last")] = ""
+        "ports at which nodes and ranks listen for each other, such as 30000-30999, not the scheduler's; empty: any",
+        "first-last")] = ""
     job_key: Annotated[str, _about("secret that all processes of the job share", "hex")] = ""
     job_key_file: Annotated[str, _about("file that holds the job key", "path")] = ""
     insecure: Annotated[bool, _about(
@@ -402,9 +404,11 @@ def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, in
     Raises `ConfigError` if *text* is not an address; *origin* says where it comes from.
     """
     host, colon, port = text.rpartition(":")
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{origin} gives {text!r} as an address: expected host:port with a port up to 65535")
+    if not colon or not host or is_bare or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{origin} gives {text!r} as an address: expected host:port with a port up to 65535, an IPv6 "
+                          "address in brackets")
     return host, int(port)
 
 
@@ -453,6 +457,9 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
         if not holds:
             raise ConfigError(f"{shown(name)}{text}")
 
+    parse_ports(settings.ports)
+    require(not settings.advertise or is_address(settings.advertise), "advertise",
+            " is no IP address: name one at which the other machines reach this one")
     require(not (settings.insecure and settings.encryption == "on"), "encryption",
             f" contradicts {shown('insecure')}: encryption needs the job's key; unset one of them")
     require(settings.lease_s > 2 * settings.heartbeat_s, "lease_s",

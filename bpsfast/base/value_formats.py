@@ -20,6 +20,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..orchestration.errors import ConfigError
+
 #: The path MTUs that RDMA has, in bytes.
 PATH_MTUS = (4096, 2048, 1024, 512, 256)
 _SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -31,6 +33,19 @@ def parse_size(text: str) -> int | None:
     """Return the bytes of a size such as 4M, None if it is not a size. 4M, 4MB and 4MiB are all 4 * 1024**2."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMG])(?:i?B)?|B?)", text.strip(), re.IGNORECASE)
     return int(match[1]) << _SHIFTS[(match[2] or "").upper()] if match else None
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """Return the first and the last port of a range such as "30000-30999"; (0, 0), any free one, of "".
+
+    Raises `ConfigError` if *text* is no range.
+    """
+    if not text:
+        return 0, 0
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise ConfigError(f"ports={text!r} is no range of ports: expected one such as 30000-30999")
+    return int(first), int(last)
 
 
 def parse_cpus(text: str) -> frozenset[int]:

@@ -44,13 +44,14 @@ class _LeaderAddress(msgspec.Struct, frozen=True):
 
 def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: Callable[[], str],
                  listen: Callable[[bytes, str], LeaderChannel], connect: Callable[[str, int, bytes], FollowerChannel],
-                 *, secret: bytes = b"", rank: int = 0, leader: str = "rank 0", others: str = "the other ranks"
-                 ) -> LeaderChannel | FollowerChannel:
+                 *, secret: bytes = b"", rank: int = 0, leader: str = "rank 0", others: str = "the other ranks",
+                 advertise: str = "") -> LeaderChannel | FollowerChannel:
     """Return this rank's end of the channel between the first rank and the others. Called by all of them.
 
     *share* returns on all ranks the bytes that the first rank gives it; the others give None. *host* returns the
-    address at which the others reach the first rank; it is called there only, and may raise OSError. *secret* is the
-    job's key, on all ranks or on none.
+    address at which the others reach the first rank; it is called there only, and may raise OSError. *advertise*: the
+    address that they are told in place of that one, at which the first rank listens. *secret* is the job's key, on all
+    ranks or on none.
 
     Raises `ConfigError` on all ranks if the first one cannot listen, or if only one of this rank and the first one has
     a secret.
@@ -72,7 +73,7 @@ def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: 
         share(msgspec.msgpack.encode(_LeaderAddress(error=str(exc))))
         raise ConfigError(f"{leader} cannot be reached by {others}: {exc}") from exc
     try:
-        share(msgspec.msgpack.encode(_LeaderAddress(own_host, channel.port, salt, bool(secret))))
+        share(msgspec.msgpack.encode(_LeaderAddress(advertise or own_host, channel.port, salt, bool(secret))))
     except BaseException:
         channel.close()
         raise

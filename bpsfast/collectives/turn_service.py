@@ -42,16 +42,17 @@ class TurnService(GroupService[_Operation]):
     which the others reach this process; it is called on rank 0 only, and may raise OSError. At most *credit_nbytes* are
     under way at a time; rank 0's counts. The group fails when nothing happens for *timeout_s* while something is to be
     done. *together*: nothing has its turn before all ranks have submitted it (`turns.Leader`). *secret* is the job's
-    key, on all ranks or on none; the channel's key is made of it. *ports*: as for `LeaderChannel`.
+    key, on all ranks or on none; the channel's key is made of it. *ports*: as for `LeaderChannel`, *advertise*:
+    as for `open_channel`.
 
     Raises `ConfigError` on all ranks if rank 0 cannot listen, or if only one of this rank and rank 0 has a secret.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
                  credit_nbytes: int, timeout_s: float, together: bool = False, secret: bytes = b"",
-                 ports: tuple[int, int] = (0, 0)) -> None:
+                 ports: tuple[int, int] = (0, 0), advertise: str = "") -> None:
         channel = open_channel(rank == 0, agree, host, partial(LeaderChannel, ports=ports, n_followers=size),
-                               FollowerChannel, secret=secret, rank=rank)
+                               FollowerChannel, secret=secret, rank=rank, advertise=advertise)
         super().__init__(range(size), rank, channel, "bpsfast-turns")
         self.size = size
         self._channel: LeaderChannel | FollowerChannel = channel

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..base.addresses import port_range
+from ..base.value_formats import parse_ports
 from ..collectives.group import Group, make_group
 from ..collectives.group_service import open_channel
 from ..orchestration.errors import ConfigError, UnsupportedError
@@ -115,12 +115,13 @@ class Runtime:
             return address
 
         def host() -> str:
-            return "127.0.0.1" if session.n_nodes == 1 else session.settings.advertise or session.host
+            return "127.0.0.1" if session.n_nodes == 1 else session.host
 
         return open_channel(self.rank == ranks[0], share, host,
-                            partial(listen, ports=port_range(session.settings.ports), n_followers=len(ranks)),
+                            partial(listen, ports=parse_ports(session.settings.ports), n_followers=len(ranks)),
                             partial(connect, leader=leader), rank=self.rank, leader=leader,
-                            others=f"ranks {list(ranks[1:])}")
+                            others=f"ranks {list(ranks[1:])}",
+                            advertise=session.settings.advertise if session.n_nodes > 1 else "")
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""

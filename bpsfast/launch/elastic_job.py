@@ -53,7 +53,7 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
     base = {**thread_defaults(sum(shape.ranks)), **clean_environment(environ)}
     common = msgspec.structs.replace(settings, coordinator=coordinator, job_key=key, job_key_file="", scheduler="",
                                      num_helpers=0, num_servers=-1, num_nodes=-1, size=-1, rank=-1, local_rank=-1,
-                                     local_size=-1, node_index=-1)
+                                     local_size=-1, node_index=-1, advertise="")
     workers: list[Command] = []
     for name, n_local in zip(shape.machines, shape.ranks):
         here = msgspec.structs.replace(common, node_id=f"{name} of {coordinator}",

@@ -86,7 +86,8 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
         machine = cluster[name] if cluster else None
         host = machine.address if machine else job.node_host or ("" if python else scheduler[0])
         node_id = f"{name} of {job.scheduler}"  # differs from other jobs of the same key
-        here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host)
+        here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host,
+                                       advertise=job.advertise if python else "")
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
         kind = Kind.DAEMON if n_local else Kind.HELPER
         commands.append(_daemon("node", title, here, base, machine, python, kind))

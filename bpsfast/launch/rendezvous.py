@@ -300,7 +300,7 @@ def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
     If MASTER_ADDR is a name of this machine, it may mean the loopback. Rank 0, which then knows the others, uses
     `_scheduler_host`.
     """
-    host = configured_host(settings) or route_source(environ.get("MASTER_ADDR", ""))
+    host = settings.advertise or configured_host(settings) or route_source(environ.get("MASTER_ADDR", ""))
     return host if host and not is_loopback(host) else default_route_host()
 
 
@@ -350,7 +350,7 @@ def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
     own, *others = _machines(entries).items()
     if not others:
         return _LOOPBACK
-    host = configured_host(settings) or next(
+    host = settings.advertise or configured_host(settings) or next(
         (found for found in (route_source(host) for _, host in others if host) if found and not is_loopback(found)),
         own[1])
     if not host:

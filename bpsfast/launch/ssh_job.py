@@ -114,6 +114,7 @@ def _commands(plan: SshPlan, program: Sequence[str], settings: Settings, schedul
 
 def _check(plan: SshPlan, program: Sequence[str], settings: Settings) -> None:
     local_job.check_program(program)
-    if settings.node_host and len(plan.all_hosts) > 1:
-        raise ConfigError(f"BPSFAST_NODE_HOST = {settings.node_host} is the address of one machine, and there are "
-                          f"{len(plan.all_hosts)} hosts: name the network by --set interface=NAME")
+    for name in ("node_host", "advertise"):
+        if getattr(settings, name) and len(plan.all_hosts) > 1:
+            raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)} is the address of one machine, and "
+                              f"there are {len(plan.all_hosts)} hosts: name the network by --set interface=NAME")

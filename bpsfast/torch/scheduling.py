@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.addresses import is_loopback, port_range
+from ..base.addresses import is_loopback
 from ..base.job_key import given_key
 from ..base.resources import Closing
 from ..base.settings import load_with_origins
+from ..base.value_formats import parse_ports
 from ..collectives.turn_service import Finish, TurnService
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.priority.turns import Entry
@@ -76,7 +77,7 @@ class Schedule(Closing):
         given = given_key(settings)  # torch's group is not encrypted; a rank may have no key
         self._turns = TurnService(rank, self.size, self._agree, host=_own_host, credit_nbytes=credit_nbytes,
                                   timeout_s=timeout_s, secret=job_key(given, "") if given else b"",
-                                  ports=port_range(settings.ports))
+                                  ports=parse_ports(settings.ports), advertise=settings.advertise)
 
     def _agree(self, message: bytes | None) -> bytes:
         """Return the message of the group's first rank."""

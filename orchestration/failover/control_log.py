@@ -177,8 +177,10 @@ class ControlLog:
         for said in self._declarations:
             at = [i for i, spec in enumerate(said.tensors) if spec.name in said.waiting]
             tensors = said.tensors if len(at) == len(said.tensors) else tuple(said.tensors[i] for i in at)
+            # only those of the first rank count, and there may be thousands of ranks
+            is_first = any(said.rank == (spec.ranks[0] if spec.ranks else 0) for spec in tensors)
             yield self._repeat(m.Declare(rank=said.rank, tensors=tensors,
-                                         positions=tuple(said.first + i for i in at)))
+                                         positions=tuple(said.first + i for i in at) if is_first else ()))
         for unit, ranks in self._retiring.items():
             yield from (m.Retire(rank=rank, units=(unit,)) for rank in sorted(ranks))
         yield from self._published.values()

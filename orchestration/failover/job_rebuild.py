@@ -67,6 +67,15 @@ class JobRebuild:
         #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
 
+    def knows(self, sender: bytes) -> bool:
+        """Whether *sender* has begun to report."""
+        return sender in self._reports.by_sender
+
+    def note_heard(self, now: float, sender: bytes) -> None:
+        """Note that *sender*, if it reports, lives."""
+        if sender in self._heard:
+            self._heard[sender] = now
+
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
         report = self._reports.by_sender.get(sender)

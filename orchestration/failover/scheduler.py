@@ -242,8 +242,8 @@ class Scheduler:
         """Report to the job a message of *sender* that cannot be read; blame the version if it differs."""
         reason: ProtocolError | MismatchError = error
         has_ranks = False
-        with contextlib.suppress(*DECODE_ERRORS):
-            said = msgspec.msgpack.decode(data, type=_Versioned)
+        with contextlib.suppress(ProtocolError, *DECODE_ERRORS):
+            said = msgspec.msgpack.decode(m.uncompressed(data, "node"), type=_Versioned)
             has_ranks = said.type == "Join" and bool(said.ranks)
             if said.version != m.VERSION:
                 reason = m.version_mismatch(said.version, "a node")
@@ -262,7 +262,10 @@ class Scheduler:
         while pending:
             destination, message = pending.popleft()
             if message is not last:
-                last, frame = message, zmq.Frame(m.compressed(m.encode(message)), copy=True)
+                data = m.encode(message)
+                if not isinstance(message, m.KeyValueReply):  # its value is opaque, and each goes to one node
+                    data = m.compressed(data)
+                last, frame = message, zmq.Frame(data, copy=True)
             try:
                 self._router.send_multipart([destination, frame], zmq.NOBLOCK, copy=False)
                 self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self.aborted is not None

@@ -49,6 +49,9 @@ class SchedulerState:
             return []
         self._latest[process] = sender
         out = self._lists.forget(now, before) if before != sender else []
+        if not self._knows(sender):
+            return out + self._receive(now, sender, message)
+        self._note_heard(now, sender)
         try:
             ready, questions = self._lists.receive(now, sender, message)
         except ProtocolError as exc:
@@ -57,6 +60,18 @@ class SchedulerState:
         for each, whole in ready:
             out += self._receive(now, each, whole)
         return out
+
+    def _knows(self, sender: bytes) -> bool:
+        """Whether *sender* takes part, or reports: messages of others wait for nothing."""
+        rebuilding = self._rebuilding
+        return self.job.knows(sender) or (rebuilding is not None and rebuilding.knows(sender))
+
+    def _note_heard(self, now: float, sender: bytes) -> None:
+        """Note that *sender* lives, though what it says may have to wait."""
+        if self._rebuilding is not None:
+            self._rebuilding.note_heard(now, sender)
+        else:
+            self.job.note_heard(now, sender)
 
     def _receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if self._rebuilding is not None and not self.over:
@@ -93,7 +108,9 @@ class SchedulerState:
         """Decide what follows from the time. Call it several times a heartbeat."""
         if self.over:
             return []
-        out = self._lists.tick(now)
+        out = [each for sender in self._lists.senders if not self._knows(sender)
+               for each in self._lists.forget(now, sender)]
+        out += self._lists.tick(now)
         if self._rebuilding is not None:
             return out + self._rebuilding.tick(now) + self._rebuilt(now)
         out += self.job.tick(now)
@@ -182,6 +199,7 @@ class SchedulerState:
                 return []
             return self._gather(now, m.refusal(_other_job(another)))
         self._rebuilding = None
+        self._lists.forget_lists(m.CommittedUnits)
         newcomers = rebuilding.newcomers
         known = {*snapshot.roster.senders, *(sender for sender, _ in newcomers)}
         out: m.Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]

@@ -41,23 +41,23 @@ _Bundles = Sequence[tuple[tuple[str, str], tuple[TensorSpec, ...]]]
 
 
 class _Overlap:
-    """Lists that have bundles in common, directly or by way of others; `n`: the ranks of all of them, added up."""
+    """Lists that have bundles in common, directly or by way of others; their ranks, and `n`, those of each added up."""
 
     def __init__(self, only: _List) -> None:
         self.lists = [only]
+        self.ranks: set[int] = set()
         self.n = 0
 
 
 class _List:
-    """Bundles of the same ranks, *of*, that ranks have declared in one call, and those ranks; `first`: the lowest.
+    """Bundles of the same ranks, *of*, that were declared in one call, and the ranks that have made that call.
 
-    *call*: the digest of all that the call declared.
+    *call*: the digest of all that it declared. `first`: the lowest of the ranks that have made it.
     """
 
-    def __init__(self, call: bytes, of: Sequence[int]) -> None:
-        self.call, self.of = call, of
+    def __init__(self, call: bytes, of: Sequence[int], first: int = -1) -> None:
+        self.call, self.of, self.first = call, of, first
         self.ranks: set[int] = set()
-        self.first = -1
         self.bundles: list[tuple[str, str]] = []
         self.overlap = _Overlap(self)
 
@@ -65,6 +65,7 @@ class _List:
         """Note that *rank*, which had not, has declared this list."""
         self.ranks.add(rank)
         self.first = rank if self.first < 0 else min(self.first, rank)
+        self.overlap.ranks.add(rank)
         self.overlap.n += 1
 
     def join(self, other: _List) -> None:
@@ -75,7 +76,15 @@ class _List:
         for each in less.lists:
             each.overlap = more
         more.lists += less.lists
+        more.ranks |= less.ranks
         more.n += less.n
+
+
+class _Call(NamedTuple):
+    """What a call has led to: its lists, and the names of each bundle that failed, with the reason."""
+
+    lists: list[_List]
+    failed: list[tuple[tuple[str, ...], BpsError]]
 
 
 @dataclass
@@ -100,13 +109,27 @@ class _Bundle:
         """Return whether a rank has declared exactly *members*, which are valid then."""
         return bool(self.declared) and self.declared[0][0] == members
 
-    def add(self, rank: int, members: tuple[TensorSpec, ...], new: _List) -> None:
-        """Note that the list *new*, which *rank* has declared, has this bundle, with *members*."""
-        if self.taken or any(rank in each.ranks for _, each in self.declared):
-            return
-        for _, each in self.declared:
-            each.join(new)
+    def add(self, rank: int, members: tuple[TensorSpec, ...], new: _List) -> bool:
+        """Add this bundle, with *members*, to the list *new*, which *rank* alone has declared.
+
+        Returns False, and does nothing, if *rank* had declared it before.
+        """
+        if self.taken:
+            return False
+        if self.declared:
+            lists = self.declared[0][1].overlap  # of all that have declared it
+            if rank in lists.ranks and (new.overlap is not lists or len(lists.lists) > 1) and any(
+                    rank in each.ranks for _, each in self.declared):
+                return False
+            self.declared[0][1].join(new)
         self.declared.append((members, new))
+        return True
+
+    def take(self) -> None:
+        """Note that it is planned: who has declared it is of no matter any more, except for the first."""
+        self.taken = True
+        members, first = self.declared[0]
+        self.declared = [(members, _List(b"", first.of, first.first))]
 
 
 class Declarations:
@@ -116,7 +139,7 @@ class Declarations:
         self._size = size
         self._bundles: dict[tuple[str, str], _Bundle] = {}
         self._key_of: dict[str, tuple[str, str]] = {}
-        self._calls: dict[bytes, list[_List]] = {}  # of which every bundle is valid, and not taken yet
+        self._calls: dict[bytes, _Call] = {}  # each bundle of which has failed, or is to be declared by others, too
         self._complete: list[tuple[str, str]] = []  # and not taken yet; may have failed since, or be said again
         self._failed: dict[str, BpsError] = {}
         self._position: dict[str, int] = {}  # of a name in the order of the first rank that declares it
@@ -143,20 +166,23 @@ class Declarations:
         """
         call = digest or digest_of(tensors)
         known = self._calls.get(call)
-        if known is None or not all(rank in each.of for each in known):
-            return self._add(rank, call, _bundles(tensors), dict(zip((spec.name for spec in tensors), positions)))
-        if any(rank == each.of[0] for each in known):
-            self._number(rank, _bundles(tensors), dict(zip((spec.name for spec in tensors), positions)))
-        for each in known:
+        places = dict(zip((spec.name for spec in tensors), positions))
+        if known is None or any(rank not in each.of or (rank in each.overlap.ranks and rank not in each.ranks)
+                                for each in known.lists):
+            return self._add(rank, call, _bundles(tensors), places)
+        if any(rank == each.of[0] for each in known.lists):
+            self._number(rank, _bundles(tensors), places)
+        for each in known.lists:
             if rank not in each.ranks:
                 each.add(rank)
                 self._note_complete(each)
-        return []
+        return [FailedNames(names, error, (rank,)) for names, error in known.failed]
 
     def _add(self, rank: int, call: bytes, bundles: _Bundles, positions: Mapping[str, int]) -> list[FailedNames]:
         """Note *bundles*, which *rank* declares in *call*."""
         self._number(rank, bundles, positions)
         lists: dict[tuple[int, ...], _List] = {}
+        failed: list[tuple[tuple[str, ...], BpsError]] = []
         failures = []
         for key, members in bundles:
             ranks = members[0].ranks
@@ -166,10 +192,13 @@ class Declarations:
             failure = self._add_bundle(rank, key, members, lists[ranks])
             if failure is not None:
                 failures.append(failure)
+                failed.append((tuple(dict.fromkeys(spec.name for spec in members)), failure.error))
         for each in lists.values():
             self._note_complete(each)
-        if sum(len(each.bundles) for each in lists.values()) == len(bundles):
-            self._calls[call] = list(lists.values())
+        n_names = sum(len(members) for _, members in bundles)
+        if (sum(len(each.bundles) for each in lists.values()) + len(failed) == len(bundles)
+                and len({spec.name for _, members in bundles for spec in members}) == n_names):
+            self._calls[call] = _Call([each for each in lists.values() if each.bundles], failed)
         return failures
 
     def _number(self, rank: int, bundles: _Bundles, positions: Mapping[str, int]) -> None:
@@ -199,8 +228,8 @@ class Declarations:
             bundle = self._bundles.setdefault(key, _Bundle(names))
             for name in names:
                 self._key_of[name] = key
-        bundle.add(rank, members, new)
-        new.bundles.append(key)
+        if bundle.add(rank, members, new):
+            new.bundles.append(key)
         return None
 
     def _note_complete(self, changed: _List) -> None:
@@ -303,10 +332,11 @@ class Declarations:
         self._complete = [key for key in self._complete if key in self._bundles
                           and _family(self._bundles[key]) != taken]
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
+        agreed = [spec for bundle in complete for spec in self._agreed(bundle)]
         for bundle in complete:
-            bundle.taken = True
             self._close(bundle)
-        return [spec for bundle in complete for spec in self._agreed(bundle)]
+            bundle.take()
+        return agreed
 
     def _agreed(self, bundle: _Bundle) -> list[TensorSpec]:
         """Return what counts of the declarations of *bundle*: those of its lowest rank, with their priorities."""

@@ -120,6 +120,15 @@ class Job:
             return []
         return [*(self.roster.senders[index] for index in sorted(self.roster.joining)), *self._late_joins.queue]
 
+    def knows(self, sender: bytes) -> bool:
+        """Whether *sender* has joined."""
+        return sender in self._heartbeats
+
+    def note_heard(self, now: float, sender: bytes) -> None:
+        """Note that *sender*, which has joined, lives."""
+        if not self.over:
+            self._heartbeats.heard(now, sender)
+
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._replaced_senders:

@@ -147,7 +147,8 @@ class LeaderChannel(_Channel):
             self._bind(f"tcp://{interface(host)}", *ports)
         except zmq.ZMQError as exc:
             self.close()
-            raise ConfigError(f"no port to listen on for the other ranks: {exc}") from exc
+            within = f" within {ports[0]} to {ports[1]} (BPSFAST_PORTS)" if ports[1] else ""
+            raise ConfigError(f"no port to listen on for the other ranks{within}: {exc}") from exc
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _bind(self, address: str, first: int, last: int) -> None:

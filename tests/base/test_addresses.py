@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from bpsfast.base import addresses
 from bpsfast.base.settings import load_with_origins
 from bpsfast.orchestration import host_lookup
 from bpsfast.orchestration.errors import ConfigError, StallError
+from tests.support.loopback import NEEDS_IPV6
 
 _AS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")]
 
@@ -66,6 +68,7 @@ class Entry:
 
 
 @pytest.mark.parametrize(("wished", "address"), [
+    ("ib,eth0", "10.9.0.1"), (" eth1 , ib", "10.0.1.1"), ("eth,ib0", "10.0.0.1"),
     ("eth0", "10.0.0.1"), ("eth", "10.0.0.1"), ("=eth1", "10.0.1.1"), ("ib,eth", "10.9.0.1"), ("eth1,ib", "10.0.1.1"),
     ("none,eth1", "10.0.1.1"), ("six", "fd00::1"), ("both", "10.2.0.1"), ("^docker", "10.0.1.1"),
     ("^docker,lo,eth", "10.9.0.1"), ("^=eth", "10.0.1.1"), ("^eth1,docker", "10.0.0.1"), ("eth10", "10.0.10.1"),
@@ -80,7 +83,7 @@ def test_interfaces_are_chosen_as_nccl_and_gloo_do(wished, address, monkeypatch)
     assert chosen(interface=wished) == address
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6), "localhost"])
 def test_a_socket_listens_at_names_and_addresses_of_both_versions(host):
     with addresses.listening_socket(host) as listener, socket.create_connection(listener.getsockname()[:2]) as sock:
         assert sock.getpeername() == listener.getsockname()
@@ -97,10 +100,29 @@ def test_ports_are_taken_from_the_range():
             addresses.listening_socket("127.0.0.1", f"{port}-{port}")
 
 
-@pytest.mark.parametrize("ports", ["1", "-", "0-5", "9-5", "a-b", "1-65536", "5-"])
-def test_what_is_no_range_of_ports_is_refused(ports):
-    with pytest.raises(ConfigError, match="is no range of ports"):
-        addresses.port_range(ports)
+def test_a_port_of_the_range_is_free_again_at_once():
+    """Connections of the last job are in TIME_WAIT: the side that has listened closed them first."""
+    with addresses.listening_socket("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as dialled:
+            listener.accept()[0].close()
+            assert dialled.recv(1) == b""
+    with addresses.listening_socket("127.0.0.1", f"{port}-{port}") as again:
+        assert again.getsockname()[1] == port
+
+
+def test_an_address_of_ipv4_comes_first_if_there_is_one(monkeypatch):
+    """Though the default route may be of IPv6: a job's other machines may have none."""
+    routes = {"2001:db8::1": "fd00::7"}
+    entries = {"lo": [Entry("127.0.0.1")], "eth0": [Entry("fd00::7"), Entry("10.0.0.7")]}
+    monkeypatch.setattr(addresses, "route_source", lambda host: routes.get(host))
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: entries)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: dict.fromkeys(entries, SimpleNamespace(isup=True)))
+    assert addresses.default_route_host() == "10.0.0.7"
+    entries["eth0"].pop()
+    assert addresses.default_route_host() == "fd00::7"
+    routes["192.0.2.1"] = "10.1.1.1"
+    assert addresses.default_route_host() == "10.1.1.1"
 
 
 def test_what_cannot_listen_is_said_with_the_setting():

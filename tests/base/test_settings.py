@@ -190,3 +190,21 @@ def test_what_is_no_address_is_an_error(text):
 def test_load_reads_the_real_environment(monkeypatch):
     monkeypatch.setenv("BPSFAST_NODE_ID", "here")
     assert settings.load().node_id == "here"
+
+
+@pytest.mark.parametrize("values", [
+    *({"ports": ports} for ports in ("1", "-", "0-5", "9-5", "a-b", "1-65536", "5-")),
+    {"advertise": "10.0.0.1:3000"}, {"advertise": "gateway"}])
+def test_ports_and_addresses_are_checked_before_anything_starts(values):
+    with pytest.raises(ConfigError, match=r"is no range of ports|is no IP address"):
+        settings.load(values, {})
+
+
+@pytest.mark.parametrize("text", ["fd00::1", "::1", "fd00::1:7700", "[fd00::1]", "host", ":1", "host:70000"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ConfigError, match="an IPv6 address in brackets"):
+        parse_address(text)
+
+
+def test_addresses_of_both_versions_are_read():
+    assert parse_address("[fd00::1]:77") == ("fd00::1", 77) and parse_address("host:77") == ("host", 77)

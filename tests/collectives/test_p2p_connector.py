@@ -114,6 +114,13 @@ def test_who_ends_while_two_dial_each_other_lets_the_other_go(endpoints):
             received.wait()
 
 
+def test_others_are_told_the_advertised_address_and_a_port_of_the_range(endpoints):
+    made = endpoints(by_network=True, advertise="192.0.2.9", ports="28740-28779")
+    for rank in range(2):
+        address = msgspec.msgpack.decode(made.board[f"post:{rank}:"], type=Address)
+        assert address.host == "192.0.2.9" and 28740 <= address.port < 28780
+
+
 def dial(made, rank, timeout_s=10):
     """Return a connection to the local socket of *rank*'s endpoint."""
     address = msgspec.msgpack.decode(made.board[f"post:{rank}:"], type=Address)

@@ -12,12 +12,14 @@ import pytest
 
 import bpsfast
 from bpsfast.base.settings import load
+from bpsfast.collectives.group import make_group
 from bpsfast.launch import local_job
 from bpsfast.launch.namespaces import netns
 from bpsfast.launch.namespaces.cluster import Cluster
 from bpsfast.launch.supervisor import Supervisor
 from bpsfast.trainer import process
 from tests.support import ssh_hosts
+from tests.support.loopback import NEEDS_IPV6
 from tests.support.ssh_hosts import SshHosts
 
 pytestmark = pytest.mark.timeout(180)
@@ -33,6 +35,7 @@ def sums(n):
     return session.role.scheduler[0], session.host
 
 
+@NEEDS_IPV6
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_a_job_over_the_loopback_of_ipv6(job, transport):
     made = job((2, 1), helpers=1, transport=transport, host="::1", encryption="on")
@@ -41,12 +44,35 @@ def test_a_job_over_the_loopback_of_ipv6(job, transport):
     made.close()
 
 
+def talk():
+    """Use what ranks listen at for each other: a message between ranks, and a negotiation."""
+    import bpsfast.hvd as hvd
+
+    hvd.init()
+    assert hvd.allgather_object(bpsfast.rank()) == [0, 1]
+    group = make_group(process.current(), range(2))
+    x = np.full(4, bpsfast.rank(), np.uint8)
+    other = 1 - bpsfast.rank()
+    incoming = np.zeros(4, np.uint8)
+    received = group.p2p.receive(7, other, 0, incoming.ctypes.data, 4, incoming)
+    group.p2p.send(7, other, 0, x.ctypes.data, 4, x).wait()
+    received.wait()
+    assert (incoming == other).all()
+    listening = [each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
+    group.close()
+    return listening
+
+
 def test_ports_are_those_of_the_range(job):
     """Of the nodes' data ports, and of what ranks listen at for each other."""
     made = job((1, 1), transport="tcp", ports="28700-28739")
     made.run(sums, 1000)
-    listening = {each.laddr.port for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-    assert len([port for port in listening if 28700 <= port < 28740]) >= 2
+    of_ranks = made.run(talk)
+    assert len(of_ranks[0]) >= 2 and of_ranks[1], "messages, and rank 0's end of the negotiation"
+    of_nodes = [each.laddr.port for name, daemon in made.daemons.items() if name.startswith("node")
+                for each in psutil.Process(daemon.pid).net_connections("tcp") if each.status == "LISTEN"]
+    assert len(of_nodes) == 2
+    assert all(28700 <= port < 28740 for port in (*of_nodes, *of_ranks[0], *of_ranks[1]))
     made.close()
 
 

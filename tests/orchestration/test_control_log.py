@@ -56,7 +56,7 @@ def test_what_is_committed_is_told_by_its_units_and_what_is_not_as_it_was_declar
     assert units == table.job._generations.units and {unit.name for unit in units} == {"a", "b"}
     assert (head.index, head.recall, head.committed, head.seen, head.prepared) == (0, 5, 1, 1, 0)
     assert head.ownable_nbytes == 7
-    assert rest == [m.Declare(rank=1, tensors=(spec("c"), spec("d")), positions=(2, 3))]
+    assert rest == [m.Declare(rank=1, tensors=(spec("c"), spec("d")))], "of the first rank alone the positions count"
     assert report(found[b"H"])[1:] == (units, [])
 
 

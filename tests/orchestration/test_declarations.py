@@ -306,5 +306,44 @@ def test_thousands_of_ranks_declare_the_same_without_a_look_at_each_tensor():
     for rank in range(1, 2000):
         assert ours.take_complete() == [] and ours.missing("t7") == list(range(rank, 2000))
         assert ours.add(rank, tensors, digest=b"all") == []
-    assert [(each.name, each.priority) for each in ours.take_complete()] == [(f"t{i}", i) for i in range(100)]
     assert sum(len(bundle.declared) for bundle in ours._bundles.values()) == 200
+    assert [(each.name, each.priority) for each in ours.take_complete()] == [(f"t{i}", i) for i in range(100)]
+
+
+def test_ranks_whose_call_has_failed_in_part_cost_no_more_than_others():
+    ours, tensors = Declarations(500), tuple(spec(f"t{i}") for i in range(100))
+    ours.add(0, [spec("t0", dtype="int8"), *tensors[1:]])
+    for rank in range(1, 500):
+        (failed,) = ours.add(rank, tensors, digest=b"all")
+        assert failed.names == ("t0",) and set(failed.ranks) == ({0, 1} if rank == 1 else {rank})
+    assert names(ours.take_complete()) == names(tensors[1:])
+    assert len(ours._calls) <= 1
+
+
+def test_lists_that_differ_are_joined_without_a_look_at_each_other():
+    """Every rank has priorities of its own."""
+    ours = Declarations(300)
+    for rank in range(300):
+        ours.add(rank, [spec(f"t{i}", priority=rank) for i in range(50)])
+    assert [each.priority for each in ours.take_complete()] == [0] * 50
+
+
+def test_a_repetition_in_another_call_counts_once():
+    ours = Declarations(3)
+    ours.add(0, [spec("a")])
+    ours.add(0, [spec("a"), spec("b")])
+    for rank in (1, 2):
+        ours.add(rank, [spec("a"), spec("b")])
+    assert ours.missing("a") == [] and names(ours.take_complete()) == ["a", "b"]
+    ours.forget(["a"])
+    for rank in range(3):
+        assert ours.add(rank, [spec("a"), spec("b")]) == []
+    assert names(ours.take_complete()) == ["a"]
+
+
+def test_the_first_declaration_of_a_rank_counts():
+    ours = Declarations(2)
+    ours.add(1, [spec("a", priority=3), spec("b")])
+    ours.add(0, [spec("a")])
+    ours.add(0, [spec("a", priority=3), spec("b")])
+    assert [(each.name, each.priority) for each in ours.take_complete()] == [("a", 0), ("b", -1)]

@@ -139,8 +139,23 @@ def test_the_kernel_probes_idle_connections(lines):
     leader, followers = lines
     greet(leader, followers)
     assert [each._socket.tcp_keepalive for each in followers] == [1, 1]
+    assert len(leader._handshake_limiter._known) == 2
     for fd in leader._handshake_limiter._known:
         with view(fd) as sock:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_IDLE_S
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == KEEPALIVE_PROBES
+
+
+def test_the_leader_listens_within_the_range():
+    first = LeaderChannel(KEY)
+    try:
+        if first.port > 65_500:
+            pytest.skip("the kernel has drawn one of the last ports")
+        second = LeaderChannel(KEY, ports=(first.port, first.port + 20))
+        second.close()
+        assert first.port < second.port <= first.port + 20
+        with pytest.raises(ConfigError, match=rf"within {first.port} to {first.port} \(BPSFAST_PORTS\)"):
+            LeaderChannel(KEY, ports=(first.port, first.port))
+    finally:
+        first.close()

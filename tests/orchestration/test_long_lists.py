@@ -187,3 +187,67 @@ def test_each_nodes_messages_arrive_whole_and_in_order(data):
     assert {sender: messages for sender, messages in seen.items() if messages} == {
         sender: messages for sender, messages in sent.items() if messages}
     assert not lists._held and not lists._questions
+
+
+def test_a_stopped_node_costs_one_wait_however_many_lists_it_has_sent():
+    lists = LongLists()
+    prefixes = [f"p{i}." for i in range(20)]
+    for sender in (b"H", b"A"):
+        asked = [each for prefix in prefixes for each in lists.receive(0.0, sender, as_sent(declare(0, prefix)))[1]]
+        assert len(asked) == (20 if sender == b"H" else 0), "all of the first one, at once"
+    asked = lists.tick(2.0)
+    assert {sender for sender, _ in asked} == {b"A"} and len(asked) == 20
+    ready = [each for prefix in prefixes for each in answer(lists, b"A", declare(0, prefix), 2.1)[0]]
+    assert [sender for sender, _ in ready].count(b"A") == 20
+    other = declare(1, "other")
+    lists.receive(3.0, b"H", as_sent(other))
+    assert lists.receive(3.0, b"A", as_sent(other)) == ([], []), "one is asked"
+    lists.forget(3.0, b"H")
+    lists.receive(3.0, b"H", as_sent(declare(1, "more")))
+
+
+def test_a_rejoin_replaces_what_its_node_has_sent_before():
+    """It is said again, and must not keep the report waiting."""
+    lists, message = LongLists(), declare(0)
+    rejoin = m.Rejoin(version=1, package="", settings={}, job="j", index=0, nodes=())
+    lists.receive(0.0, b"A", as_sent(message))
+    lists.receive(0.0, b"B", as_sent(declare(1)))
+    ready, out = lists.receive(0.0, b"A", rejoin)
+    assert ready == [(b"A", rejoin)] and out == [(b"B", m.ListWanted(digest=message.digest))]
+    lost = m.Lost(who="node 3", reason="why")
+    assert lists.receive(0.0, b"A", as_sent(message)) == ([], [])
+    assert lists.receive(0.0, b"A", lost) == ([(b"A", lost)], [])
+    assert lists.receive(0.0, b"A", m.FinishAck()) == ([(b"A", m.FinishAck())], [])
+    assert answer(lists, b"B", declare(1))[0] == [(b"B", declare(1)), (b"A", message)]
+
+
+def test_a_digest_is_of_one_kind_of_list():
+    lists, message = LongLists(), declare(0)
+    lists.receive(0.0, b"A", as_sent(message))
+    with pytest.raises(ProtocolError, match="CommittedUnits has the digest of a list of Declare"):
+        lists.receive(0.0, b"B", m.CommittedUnits(digest=message.digest))
+    answer(lists, b"A", message)
+    assert lists.receive(0.0, b"C", m.CommittedUnits(digest=message.digest))[0] == [], "the list is one of tensors"
+
+
+def test_what_waits_is_bounded(monkeypatch):
+    monkeypatch.setattr(long_lists, "_MOST_HELD", 3)
+    monkeypatch.setattr(long_lists, "_MOST_ENTRIES", N - 1)
+    lists, message = LongLists(), declare(0)
+    lists.receive(0.0, b"A", as_sent(message))
+    for _ in range(2):
+        lists.receive(0.0, b"A", m.RankLeft(rank=0))
+    with pytest.raises(ProtocolError, match="3 messages wait for a list"):
+        lists.receive(0.0, b"A", m.RankLeft(rank=0))
+    with pytest.raises(ProtocolError, match=f"more than {N - 1} entries"):
+        answer(lists, b"A", message)
+
+
+def test_lists_of_a_kind_are_forgotten_when_no_more_are_expected():
+    lists = LongLists()
+    lists.receive(0.0, b"A", as_sent(declare(0)))
+    answer(lists, b"A", declare(0))
+    lists.forget_lists(m.CommittedUnits)
+    assert lists.receive(0.0, b"B", as_sent(declare(1)))[0] == [(b"B", declare(1))]
+    lists.forget_lists(m.Declare)
+    assert lists.receive(0.0, b"C", as_sent(declare(2)))[1] == [(b"C", m.ListWanted(digest=declare(2).digest))]

@@ -72,7 +72,7 @@ class Orphans(World):
     def dial(self, index):
         """Nothing that was under way between node *index* and its scheduler arrives any more; it dials anew."""
         self.n_connections += 1
-        self.senders[index] = b"%d over %d" % (index, self.n_connections)
+        self.senders[index] = b"%d#%d" % (index, self.n_connections)
         if index not in self.welcomed:  # a newcomer is given up that nobody expects yet
             self.nodes[index].alive = False
         self.up[index] = deque(self.control_log(index).report() if self.nodes[index].alive else ())
@@ -113,7 +113,7 @@ class Orphans(World):
                 each.append(None)
         self.n_connections += 1
         self.hosts[index] = host if host in self.hosts[:self.n_first] else f"new {self.n_connections}"
-        self.senders[index] = b"%d over %d" % (index, self.n_connections)
+        self.senders[index] = b"%d#%d" % (index, self.n_connections)
         self.up[index] = deque()
         self.nodes[index] = ModelNode(self, index, ())
         self.table.say(self.senders[index], join(host, 0, pid=self.n_connections, settings={"transport": "tcp"}))

@@ -14,6 +14,7 @@ import time
 import msgspec
 import pytest
 import zmq
+import zmq.utils.monitor
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError

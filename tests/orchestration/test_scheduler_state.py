@@ -403,3 +403,19 @@ def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(c
         assert not court.scheduler_state.over
     court.scheduler_state.tick(court.now + 4.3)
     assert court.scheduler_state.job.aborted.error == "PeerLostError"
+
+
+def test_lists_of_who_takes_no_part_wait_for_nothing(court):
+    message = m.Declare(rank=0, digest=b"unknown")
+    assert court.scheduler_state.receive(court.now, b"stranger#1", message) == []
+    assert court.scheduler_state._lists.senders == []
+
+
+def test_lists_of_who_is_lost_wait_no_more(court, monkeypatch):
+    """A helper that is dropped is never written to again, so no send to it fails."""
+    monkeypatch.setattr("bpsfast.orchestration.long_lists.MOST_INLINE", 0)
+    court.post(court.scheduler_state.receive(court.now, court.over["H"], m.CommittedUnits(digest=b"unknown")))
+    assert court.scheduler_state._lists.senders == [court.over["H"]]
+    court.say("A", m.Lost(who="node 3", reason="its connection has ended"))
+    court.tick(court.now + 1.0, beating="ABC")
+    assert court.scheduler_state._lists.senders == []

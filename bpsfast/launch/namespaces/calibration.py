@@ -48,7 +48,9 @@ def _send(sock: socket.socket, end: float) -> None:
 
 
 def _listen(port: int) -> socket.socket:
-    with socket.create_server(("", port)) as server:
+    dual = socket.has_dualstack_ipv6()
+    with socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+                              ) as server:
         server.settimeout(_CONNECT_TIMEOUT_S)
         return server.accept()[0]
 

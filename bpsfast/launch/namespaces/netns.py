@@ -128,12 +128,16 @@ def _connect(name: str, interface: str, address: str) -> None:
     unprivileged users.
     """
     own = ipaddress.ip_interface(address)
-    # of IPv6 without the second in which the kernel looks whether another machine has it
-    ip("-n", name, "addr", "add", address, "dev", interface, *(("nodad",) if own.version == 6 else ()))
+    has_it = _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split()
+    if own.version == 6:  # without the second in which the kernel looks whether another machine has the address
+        ip("-n", name, "addr", "add", address, "dev", interface, "nodad", "noprefixroute")
+        ip("-n", name, "link", "set", interface, "up")
+        ip("-n", name, "-6", "route", "add", str(own.network), "dev", interface, "proto", "kernel", "metric", "256",
+           *(("congctl", _CONGESTION_CONTROL) if has_it else ()))
+        return
+    ip("-n", name, "addr", "add", address, "dev", interface)
     ip("-n", name, "link", "set", interface, "up")
-    if own.version == 6:
-        ip("-n", name, "-6", "route", "replace", str(own.network), "dev", interface, "congctl", _CONGESTION_CONTROL)
-    elif _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split():
+    if has_it:
         ip("-n", name, "route", "change", str(own.network), "dev", interface, "proto", "kernel", "scope", "link",
            "src", str(own.ip), "congctl", _CONGESTION_CONTROL)
 

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from ...base import exit_codes, output, settings
+from ...base.addresses import any_host
 from ...base.settings import Settings
 from ...hardware.host import Host, RecordedKernel, open_host
 from ...hardware.kernel import Address
@@ -86,7 +87,7 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
     where = listen_address(loaded, bind)
-    host = where.host or "0.0.0.0"
+    host = where.host or any_host()
     report = ask_verbs(loaded.verbs)
 
     def examine(asker: Address) -> Facts:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..._version import __version__
+from ...base.addresses import family_of
 from ...base.framing import Frames
 from ...hardware.kernel import Address, Kernel
 from ...hardware.rdma_route import Rail
@@ -174,7 +175,7 @@ class Listener:
     def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
                  timeout_s: float = 10.0) -> None:
         try:
-            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener = socket.create_server((host, port), family=family_of(host), dualstack_ipv6=host == "::")
         except (OSError, UnicodeError) as exc:
             why = exc.strerror if isinstance(exc, OSError) else exc
             raise ConfigError(f"cannot listen on port {port} of {host!r}: {why}; --listen PORT chooses another port, "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
-from ...base.addresses import format_address, is_loopback
+from ...base.addresses import family_of, format_address, is_loopback
 from ...base.framing import Frames
 from ...base.job_key import given_key, job_key
 from ...base.resources import Closing
@@ -263,7 +263,7 @@ def listen(port: int, host: str = "") -> socket.socket:
     """Return a socket that listens on *port* of *host*, or of all addresses."""
     try:
         if host:
-            return socket.create_server((host, port))
+            return socket.create_server((host, port), family=family_of(host))
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.addresses import format_address
 from ...base.settings import parse_address
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
 from . import worlds
@@ -93,8 +94,8 @@ class ReplicaGroup(NamedGroup):
                                                           timeout=self._timeout))
         except (RuntimeError, ValueError) as exc:  # torch's DistError is a RuntimeError
             first = str(exc).partition("\n")[0]
-            raise PeerLostError(f"no store answers at {host}:{port} within {self._timeout.total_seconds():g} s: {first}"
-                                ) from exc
+            raise PeerLostError(f"no store answers at {format_address(host, port)} within "
+                                f"{self._timeout.total_seconds():g} s: {first}") from exc
 
     def errored(self) -> BaseException | None:
         """Return why calls fail until the next `configure`: the error of the first that failed, or that of `abort`.

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...base import logs
-from ...base.addresses import format_address, port_range
+from ...base.addresses import format_address
 from ...base.settings import load, parse_address
+from ...base.value_formats import parse_ports
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ClosedError, ConfigError, MismatchError
 from ...trainer import process
@@ -205,12 +206,12 @@ def _store_numbers(session: Session) -> Iterator[int]:
 
 def _listening_store(session: Session, timeout: timedelta) -> Any:
     """Return rank 0's store, at the first free one of the ports that the settings allow."""
-    first, last = port_range(session.settings.ports)
+    first, last = parse_ports(session.settings.ports)
     for port in range(first, last + 1):
         try:
             return dist.TCPStore(session.host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-        except dist.DistNetworkError:
-            if port == last:
+        except dist.DistNetworkError as exc:
+            if port == last or "EADDRINUSE" not in str(exc):
                 raise
     raise AssertionError("a range has at least one port")
 
