@@ -181,8 +181,11 @@ class ControlLog:
             is_first = any(said.rank == (spec.ranks[0] if spec.ranks else 0) for spec in tensors)
             yield self._repeat(m.Declare(rank=said.rank, tensors=tensors,
                                          positions=tuple(said.first + i for i in at) if is_first else ()))
+        units_of: dict[int, list[int]] = {}
         for unit, ranks in self._retiring.items():
-            yield from (m.Retire(rank=rank, units=(unit,)) for rank in sorted(ranks))
+            for rank in ranks:
+                units_of.setdefault(rank, []).append(unit)
+        yield from (m.Retire(rank=rank, units=tuple(theirs)) for rank, theirs in sorted(units_of.items()))
         yield from self._published.values()
         yield from (asked for asked in self._asked.values() if not isinstance(asked, m.Publish))
         yield from (entered for entered in self._entered.values() if entered.sequence > self._barrier)

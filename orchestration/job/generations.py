@@ -48,6 +48,8 @@ class Generations:
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
+        self._indexed: tuple[list[UnitPlan]] = (self.units,)  # the list that `_index` was made of
+        self._index: dict[int, UnitPlan] = {}
         self.in_flight: Plan | None = None
         #: By partition, the last owner change if some nodes lacked its round then.
         self.unfinished: dict[int, OwnerChange] = {}
@@ -184,12 +186,15 @@ class Generations:
         Returns the units that none of their ranks (of *size*) needs now, which are forgotten, and the numbers that are
         not of a committed unit.
         """
-        known = {unit.unit: unit for unit in self.units}
+        known = self._by_number
         for number in numbers:
             if number in known:
                 self._retiring.setdefault(number, set()).add(rank)
         over = [number for number in numbers if number in known
                 and len(self._retiring[number]) == (len(known[number].ranks) or size)]
+        unknown = [number for number in numbers if number not in known]
+        if not over:
+            return [], unknown
         for number in over:
             if known[number].store is not None:
                 self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
@@ -201,15 +206,27 @@ class Generations:
         self.units = [unit for unit in self.units if unit.unit not in gone]
         alive = {unit.store_unit for unit in self.units}
         self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
-        return [known[number] for number in over], [number for number in numbers if number not in known]
+        return [known[number] for number in over], unknown
 
     def is_retiring(self, rank: int, tensors: Sequence[TensorSpec]) -> bool:
         """Whether *rank* has retired a unit with one of *tensors*, and other ranks or workers have not yet."""
-        if not self._retiring and not self._gone_from:
+        known = self._by_number
+        retiring = [known[number] for number, ranks in self._retiring.items() if rank in ranks]
+        gone = {first for first, ranks in self._gone_from.items() if rank in ranks}
+        if gone:
+            retiring += [unit for unit in self.units if unit.store_unit in gone]
+        if not retiring:
             return False
         names = {spec.name for spec in tensors}
-        return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
-                   and any(member.name in names for member in unit.members) for unit in self.units)
+        return any(member.name in names for unit in retiring for member in unit.members)
+
+    @property
+    def _by_number(self) -> dict[int, UnitPlan]:
+        """The committed units by number. With thousands of ranks and units it is not made for each message."""
+        if self._indexed[0] is not self.units or len(self._index) != len(self.units):
+            self._indexed = (self.units,)
+            self._index = {unit.unit: unit for unit in self.units}
+        return self._index
 
     def is_committed(self, name: str) -> bool:
         """Whether a committed unit has a tensor *name*."""
