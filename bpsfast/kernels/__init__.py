@@ -28,16 +28,16 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from bpsfast.base import dtypes
 from bpsfast.kernels import object_cache
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
-from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
+from bpsfast.orchestration.placement.partition import BITWISE_OPS, ITEM_NBYTES, OPS
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:  # a node needs the kernels' addresses only, and NumPy is a third of the time in which it starts
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 # Outputs of this size or more are stored past the caches by default: smaller ones are read again from L2 or L3; for
 # larger ones the read-for-ownership of plain stores would cost 1.25 to 1.5 times the time.
@@ -87,8 +87,9 @@ def address(dtype_name: str, op: str = "sum") -> int:
     It is compiled on first use, and lives as long as the process. Raises `UnsupportedError` for a name or an op that
     there is no kernel for.
     """
-    row = dtypes.lookup(dtype_name)
-    if op not in OPS or (row.is_float and op in BITWISE_OPS):
+    if dtype_name not in ITEM_NBYTES:
+        raise UnsupportedError(f"wire dtype {dtype_name!r} is unknown; bpsfast sums {', '.join(ITEM_NBYTES)}")
+    if op not in OPS or ("float" in dtype_name and op in BITWISE_OPS):
         raise UnsupportedError(f"there is no kernel for the {op} of {dtype_name}; ops: {', '.join(OPS)}, the bitwise "
                                "ones for integers")
     def compile_kernel(cache: bool) -> Any:
@@ -99,7 +100,7 @@ def address(dtype_name: str, op: str = "sum") -> int:
     return self_contained_address((op, dtype_name), "sum_ir.py", compile_kernel)
 
 
-def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
+def warm(dtype_names: Iterable[str] = tuple(ITEM_NBYTES)) -> None:
     """Compile or load the kernels of these wire dtypes now, so that the first sums need not wait."""
     for name in dtype_names:
         address(name)
@@ -107,6 +108,7 @@ def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
 
 def assembly(dtype_name: str) -> str:
     """Compile the kernel again and return its machine code as text."""
+    from bpsfast.base import dtypes
     from bpsfast.kernels import sum_ir
 
     return str(sum_ir.compile_kernel(dtypes.lookup(dtype_name).name, cache=False)._library.get_asm_str())
@@ -151,6 +153,8 @@ def fused_sum(dst: Array, before: Sequence[Array], local: Sequence[Array], after
     Raises `UnsupportedError` for a dtype, layout, overlap or divisor that has no kernel, `MismatchError` where
     lengths or dtypes differ.
     """
+    import numpy as np
+
     inputs = [*before, *local, *after]
     if not inputs:
         raise UnsupportedError("fused_sum got no input: before, local and after are all empty")
@@ -174,6 +178,8 @@ def add_into(dst: Array, src: Array) -> None:
     Both are 1-D, contiguous, of one length and one wire dtype; they may be the same array, but not overlap
     otherwise. The GIL is released. Raises `UnsupportedError` or `MismatchError` as `fused_sum` does.
     """
+    import numpy as np
+
     name = _check("dst", dst, dst)
     _check("src", src, dst)
     if not dst.flags.writeable:
@@ -185,6 +191,10 @@ def add_into(dst: Array, src: Array) -> None:
 
 def _check(role: str, array: Any, dst: Array) -> str:
     """Return the wire dtype of *array*; raise if a kernel cannot read it."""
+    import numpy as np
+
+    from bpsfast.base import dtypes
+
     if not isinstance(array, np.ndarray):
         raise UnsupportedError(f"{role} is a {type(array).__name__}; the kernels take NumPy arrays")
     name = dtypes.wire_name(array.dtype)

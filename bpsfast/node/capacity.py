@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import socket
 import threading
 import time
 from typing import NamedTuple
-
-import numpy as np
 
 from .. import kernels
 from ..base.settings import Settings
@@ -82,11 +81,11 @@ def measure_copy_rate(threads: int) -> float:
     The choice of compression scales the kernels' measured ratios with it. Threads that share a memory bus copy less
     together, but most of these kernels compute.
     """
-    source, target = np.ones(_COPY_NBYTES, np.uint8), np.ones(_COPY_NBYTES, np.uint8)
+    source, target = ctypes.create_string_buffer(_COPY_NBYTES), ctypes.create_string_buffer(_COPY_NBYTES)
     best_s = float("inf")
     for _ in range(_N_COPIES):
         begin = time.perf_counter()
-        copy(target.ctypes.data, source.ctypes.data, _COPY_NBYTES)
+        copy(ctypes.addressof(target), ctypes.addressof(source), _COPY_NBYTES)
         best_s = min(best_s, time.perf_counter() - begin)
     return threads * _COPY_NBYTES / best_s
 
@@ -142,6 +141,8 @@ class _Loop:
     """One thread's work of a helper: pieces to sum, and a connection to itself."""
 
     def __init__(self, by_tcp: bool) -> None:
+        import numpy as np  # most nodes measure no sums, and start without it
+
         self._by_tcp = by_tcp
         self._inputs = np.ones((_N_INPUTS, _N_PIECES, _PIECE_NBYTES // 4), np.float32)
         self._output = np.zeros((_N_PIECES, _PIECE_NBYTES // 4), np.float32)

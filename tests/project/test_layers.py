@@ -332,6 +332,14 @@ def test_everything_a_rank_uses_loads_no_framework_and_no_compiler(tmp_path: Pat
     assert "bpsfast.trainer.session" in found["modules"]
 
 
+def test_a_node_and_a_scheduler_start_without_numpy_and_asyncio(tmp_path: Path) -> None:
+    """There may be a node on each of a thousand machines, or 64 on one."""
+    for module in ("bpsfast.node.main", "bpsfast.orchestration.failover.scheduler"):
+        found = loaded_after(f"import {module}", tmp_path)
+        assert {"zmq", module} <= set(found["modules"])
+        assert not {"numpy", "ml_dtypes", "numba", "llvmlite", "asyncio"} & set(found["modules"])
+
+
 @pytest.mark.parametrize("layer", ["torch", "hvd.torch"])
 def test_torch_layers_load_no_compiler_of_ours(tmp_path: Path, layer: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
