@@ -74,6 +74,7 @@ class QueuePair(_VerbsObject):
     outstanding: tuple[int, int]
     failure: dict[str, Any] | None
     state: str
+    attributes: dict[str, int]
     def __init__(self, domain: ProtectionDomain, send_cq: CompletionQueue, recv_cq: CompletionQueue, *, max_send: int,
                  max_recv: int, max_inline: int = ..., max_send_sge: int = ...) -> None: ...
     def to_init(self, port: int = ..., *, remote_write: bool = ..., remote_read: bool = ...,

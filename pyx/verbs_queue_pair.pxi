@@ -139,6 +139,24 @@ cdef class QueuePair(_VerbsObject):
             raise OSError(rc, f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {_words(rc)}")
         return _STATES[attr.qp_state] if 0 <= attr.qp_state < 7 else str(attr.qp_state)
 
+    @property
+    def attributes(self):
+        """What the device has of it, by ``ibv_query_qp``: timeout, retry_count, pkey_index, sl, traffic_class, mtu."""
+        cdef bps_ibv_qp *qp = <bps_ibv_qp *>self._open()
+        cdef bps_ibv_qp_attr attr
+        cdef bps_ibv_qp_init_attr init
+        cdef int rc
+        self.users += 1
+        with nogil:
+            rc = bps_verbs.query_qp(qp, &attr, BPS_QP_STATE | BPS_QP_TIMEOUT | BPS_QP_RETRY_CNT | BPS_QP_PKEY_INDEX
+                                    | BPS_QP_AV | BPS_QP_PATH_MTU, &init)
+        self.users -= 1
+        if rc:
+            raise OSError(rc, f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {_words(rc)}")
+        return {"timeout": attr.timeout, "retry_count": attr.retry_cnt, "pkey_index": attr.pkey_index,
+                "sl": attr.ah_attr.sl, "traffic_class": attr.ah_attr.grh.traffic_class,
+                "mtu": 128 << attr.path_mtu}
+
     cdef int _modify(self, bps_ibv_qp_attr *attr, int mask, str transition, dict shown) except -1:
         """Ask for a transition; *shown* goes into the error."""
         cdef bps_ibv_qp *qp = <bps_ibv_qp *>self._open()

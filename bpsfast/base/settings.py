@@ -144,6 +144,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller one of the two ports", "bytes", ge=0)] = 0
     rdma_traffic_class: Annotated[int, _about("traffic class of RoCE v2 packets: DSCP * 4", ge=0, le=255)] = 0
     rdma_service_level: Annotated[int, _about("service level (InfiniBand) or priority (RoCE)", ge=0, le=15)] = 0
+    rdma_pkey: Annotated[int, _about(
+        "partition key (InfiniBand), such as 32769 for 0x8001; 0: the first one of each port's table",
+        ge=0, le=0xFFFF)] = 0
+    rdma_timeout: Annotated[int, _about(
+        "time until an unanswered packet is sent again, 4.096 us * 2^N, as NCCL_IB_TIMEOUT (17: 0.54 s)", ge=1, le=31
+    )] = 17
+    rdma_retries: Annotated[int, _about(
+        "how often it is sent again before the peer is given up, as NCCL_IB_RETRY_CNT; 7 means for ever to Soft-RoCE",
+        ge=0, le=7)] = 6
     rdma_relaxed_ordering: Annotated[bool, _about("allow PCIe to reorder the writes of RDMA devices")] = False
     rdma_cores: Annotated[str, _about(
         "cores of the thread of each RDMA device: 3 or 4-7; numa: those near the device; empty: any")] = ""

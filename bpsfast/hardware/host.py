@@ -66,6 +66,10 @@ class Host:
             self._gids[key] = gids.gid_table(self.tree, device, port.number, port.link_layer)
         return self._gids[key]
 
+    def pkeys(self, device: str, port: int) -> dict[int, int]:
+        """Return the used rows of a port's table of partition keys, by index."""
+        return gids.pkey_table(self.tree, device, port)
+
     def family(self, netdev: str) -> set[str]:
         """Return *netdev* and the interfaces on the same wire: its bond, and those below a VLAN or bond."""
         own = self.netdevs.get(netdev)

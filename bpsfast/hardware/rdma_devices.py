@@ -12,12 +12,14 @@ InfiniBand specification, annexes A16 and A17 (RoCE, RoCE v2).
 """
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..base.value_formats import PATH_MTUS
+from ..orchestration.errors import ConfigError
 from .interfaces import PcieLink, pcie_link
 from .kernel import Address, Route
 from .sysfs import Tree
@@ -27,6 +29,8 @@ _VERBS = "sys/class/infiniband_verbs"
 #: Most bytes of headers in a RoCE packet; the kernel's iboe_get_mtu subtracts the same (GRH 40,
 #: UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4).
 ROCE_OVERHEAD_NBYTES = 96
+#: The bits of a partition key that say which partition it is; the other one says whether the member is a full one.
+_PKEY_NUMBER = 0x7FFF
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,34 @@ def gid_table(tree: Tree, device: str, port: int, link_layer: str) -> list[Gid]:
         version = "v2" if "v2" in kind else "v1" if link_layer == "Ethernet" else "IB"
         rows.append(Gid(device, port, int(name), value, version, tree.text(folder, "gid_attrs/ndevs", name)))
     return rows
+
+
+def pkey_table(tree: Tree, device: str, port: int) -> dict[int, int]:
+    """Return the used rows of one port's table of partition keys, by index."""
+    folder = f"{_CLASS}/{device}/ports/{port}"
+    found = {}
+    for name in sorted(tree.names(folder, "pkeys"), key=int):
+        with contextlib.suppress(ValueError):
+            key = int(tree.text(folder, "pkeys", name) or "0", 16)
+            if key & _PKEY_NUMBER:
+                found[int(name)] = key
+    return found
+
+
+def pkey_index(table: Mapping[int, int], wanted: int, port: str) -> int:
+    """Return the row of *table* with the partition key *wanted* (0: the first row), or with its other membership.
+
+    Raises `ConfigError` if *port* has no such key.
+    """
+    if not wanted:
+        return 0
+    rows = ([index for index, key in table.items() if key == wanted]
+            or [index for index, key in table.items() if key & _PKEY_NUMBER == wanted & _PKEY_NUMBER])
+    if rows:
+        return rows[0]
+    keys = ", ".join(f"{key:#06x}" for key in table.values()) or "nothing"
+    raise ConfigError(f"{port} is not in the partition {wanted:#06x} (BPSFAST_RDMA_PKEY): its table has {keys}. The "
+                      "subnet manager gives a port its partitions; choose one of these, or leave the setting out")
 
 
 def best_gid(rows: Sequence[Gid], route: Route | None = None) -> Gid | None:

@@ -209,3 +209,17 @@ def test_a_port_that_goes_down_under_writes_is_named(ends):
         words = member.runtime.why_lost(0, code)
         assert "RDMA WRITE of partition 0" in words, words
         assert re.search("this machine's port (went down before that|is DOWN now)", words), words
+
+
+def test_settings_of_the_connection_reach_the_device(no_leaks, verbs):
+    """As the device itself says (ibv_query_qp), at both ends."""
+    chosen = {"verbs": "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs", "rdma_pkey": 0xFFFF,
+              "rdma_timeout": 15, "rdma_retries": 4, "rdma_traffic_class": 104, "rdma_mtu": 512}
+    made = connected([{"rdma_devices": "=rxe0", **chosen}, {"rdma_devices": "=rxe1", **chosen}])
+    for end in made:
+        [link] = end.runtime.links.values()
+        for path in link._paths:
+            found = path.pair.attributes
+            assert (found["timeout"], found["retry_count"], found["pkey_index"], found["mtu"]) == (15, 4, 0, 512)
+            assert found["traffic_class"] == 104
+    close_all(made)

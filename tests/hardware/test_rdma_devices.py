@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware.rdma_devices import roce_mtu
+from bpsfast.hardware.rdma_devices import pkey_index, roce_mtu
+from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
 
@@ -27,6 +28,21 @@ def test_an_infiniband_card(recorded_machine: Callable[[str], Machine]) -> None:
     assert (used.lid, used.sm_lid, used.rate_gbps, used.netdev) == (42, 1, 200.0, "ib0")
     assert used.is_active and not used.is_roce
     assert (idle.state, idle.phys_state, idle.netdev, idle.is_active) == ("DOWN", "Polling", "ib1", False)
+
+
+def test_a_partition_key_is_found_in_the_ports_table(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("infiniband")
+    folder = "sys/class/infiniband/mlx5_0/ports/1/pkeys"
+    for index, key in enumerate(["0x7fff", "0x0000", "0x8001", "0x0002", "0x8002"]):
+        machine.write(f"{folder}/{index}", f"{key}\n")
+    table = machine.host.pkeys("mlx5_0", 1)
+    assert table == {0: 0x7FFF, 2: 0x8001, 3: 0x0002, 4: 0x8002}
+    for wanted, row in {0: 0, 0x8001: 2, 0x0001: 2, 0x0002: 3, 0x8002: 4, 0xFFFF: 0}.items():
+        assert pkey_index(table, wanted, "mlx5_0/1") == row
+    with pytest.raises(ConfigError, match=r"mlx5_0/1 is not in the partition 0x8003 \(BPSFAST_RDMA_PKEY\): its table "
+                                          "has 0x7fff, 0x8001, 0x0002, 0x8002"):
+        pkey_index(table, 0x8003, "mlx5_0/1")
+    assert machine.host.pkeys("mlx5_9", 1) == {} and pkey_index({}, 0, "mlx5_9/1") == 0
 
 
 def test_software_and_cloud_devices(recorded_machine: Callable[[str], Machine]) -> None:

@@ -12,7 +12,6 @@ from ...base.value_formats import PATH_MTUS, parse_rdma_devices
 from ...hardware import numa
 from ...hardware.host import Host
 from ...hardware.verbs import provider
-from ...node.transport.rdma.handshake import ACK_TIMEOUT
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...pyx.pages import huge_page_nbytes
 from ..perf import ping
@@ -113,7 +112,7 @@ def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailCapabilities]
     mtu = min(rail.mtu for rail in rails)
     most = min(rail.max_qp_wr for rail in rails)
     shared: dict[str, Any] = {
-        "timeout_s": timeout_s, "ack_timeout": ACK_TIMEOUT, "mtu": min(config["rdma_mtu"] or mtu, mtu),
+        "timeout_s": timeout_s, "ack_timeout": Settings().rdma_timeout, "mtu": min(config["rdma_mtu"] or mtu, mtu),
         "traffic_class": config["rdma_traffic_class"], "service_level": config["rdma_service_level"],
         "relaxed_ordering": config["rdma_relaxed_ordering"], "huge_pages": config["huge_pages"] == "auto",
         "cores": config["rdma_cores"], "inline_nbytes": config["rdma_inline_bytes"],

@@ -79,6 +79,14 @@ class QueuePair(VerbsResource):
             state = raw.query(_STATE)[0].qp_state
         return _STATES[state] if state < len(_STATES) else str(state)
 
+    @property
+    def attributes(self) -> dict[str, int]:
+        raw = self._open()
+        with errors_as(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {reason(rc)}"):
+            found = raw.query(_STATE | _TIMEOUT | _RETRY_CNT | _PKEY_INDEX | _AV | _PATH_MTU)[0]
+        return {"timeout": found.timeout, "retry_count": found.retry_cnt, "pkey_index": found.pkey_index,
+                "sl": found.ah_attr.sl, "traffic_class": found.ah_attr.gr.traffic_class, "mtu": 128 << found.path_mtu}
+
     # -- transitions ----------------------------------------------------------------------------------------
 
     def _modify(self, attributes: dict[str, Any], mask: int, transition: str, shown: dict[str, Any]) -> None:

@@ -27,9 +27,6 @@ STREAM = 1000
 #: Timeout of one step, in which the peer does the same. A test includes all retries of an unanswered write.
 STEP_TIMEOUT_S = 20.0
 PROOF_TIMEOUT_S = 10.0
-#: 0.54 s until a packet is sent again, six times: a peer or path fails after about four seconds. Not seven: Soft-RoCE
-#: takes that as infinite, as the specification does for rnr_retry.
-ACK_TIMEOUT, _RETRY_COUNT = 17, 6
 #: A receive request is always posted; a few pauses of 0.64 ms cover reordering by hardware.
 _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 
@@ -157,7 +154,9 @@ def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
         mtu=min(rail.mtu, path.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
         traffic_class=path.rail.settings.rdma_traffic_class, sl=path.rail.settings.rdma_service_level,
     )
-    path.pair.to_rts(timeout=ACK_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
+    # By default 0.54 s until a packet is sent again, six times: a peer or path fails after about four seconds.
+    path.pair.to_rts(timeout=path.rail.settings.rdma_timeout, retry_count=path.rail.settings.rdma_retries,
+                     rnr_retry=_RNR_RETRY)
 
 
 def _why_unproven(path: RailPath, peer: int) -> str:

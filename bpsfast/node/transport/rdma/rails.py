@@ -29,6 +29,7 @@ from ....base.settings import Settings, parse_address
 from ....hardware import rdma_route
 from ....hardware.affinity.binding import device_cores, on_cores
 from ....hardware.host import Host
+from ....hardware.rdma_devices import pkey_index
 from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError
 from ....pyx import rdma as native
@@ -139,18 +140,19 @@ class Registered(NamedTuple):
 class Rail:
     """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of streams over it.
 
-    Its thread runs on *cores* only, if there are any.
+    Its thread runs on *cores* only, if there are any. *pkey_row*: the row of the port's table of partition keys.
 
     Raises `OSError` or `CapacityError` if the device cannot be opened, or its queues are too short for *n_peers* peers
     with *settings*.
     """
 
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
-                 cores: frozenset[int] = frozenset()) -> None:
+                 cores: frozenset[int] = frozenset(), pkey_row: int = 0) -> None:
         self.verbs = verbs
         self.chosen = chosen
         self.settings = settings
         self.name = chosen.name
+        self._pkey_row = pkey_row
         self.users = 0
         self._users_lock = threading.Lock()
         self.registered: list[Registered] = []
@@ -200,7 +202,7 @@ class Rail:
             raise CapacityError(f"{exc.strerror}; BPSFAST_RDMA_INLINE_BYTES={inline_nbytes} may be more than "
                                 f"{self.chosen.device} carries inline: lower it") from exc
         try:
-            pair.to_init(self.chosen.port)
+            pair.to_init(self.chosen.port, pkey_index=self._pkey_row)
         except BaseException:
             pair.close()
             raise
@@ -373,6 +375,8 @@ class Rails:
     def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> Rail:
         if chosen.name not in self._open:
             settings = self._settings
+            row = pkey_index(self._host.pkeys(chosen.device, chosen.port), settings.rdma_pkey, chosen.name)
             self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
-                                           device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed))
+                                           device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed),
+                                           row)
         return self._open[chosen.name]
