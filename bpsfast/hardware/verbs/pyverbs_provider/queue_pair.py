@@ -85,7 +85,7 @@ class QueuePair(VerbsResource):
         with errors_as(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {reason(rc)}"):
             found = raw.query(_STATE | _TIMEOUT | _RETRY_CNT | _PKEY_INDEX | _AV | _PATH_MTU)[0]
         return {"timeout": found.timeout, "retry_count": found.retry_cnt, "pkey_index": found.pkey_index,
-                "sl": found.ah_attr.sl, "traffic_class": found.ah_attr.gr.traffic_class, "mtu": 128 << found.path_mtu}
+                "sl": found.ah_attr.sl, "traffic_class": found.ah_attr.traffic_class, "mtu": 128 << found.path_mtu}
 
     # -- transitions ----------------------------------------------------------------------------------------
 
