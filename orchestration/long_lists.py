@@ -219,8 +219,8 @@ class LongLists:
         ready: Ready = []
         while held:
             whole = self._whole(held[0])
-            if whole is None:  # a list that was known may be forgotten by now
-                return ready, [] if _digest(held[0]) in self._questions else self._wait(now, sender, held[0])
+            if whole is None:  # a list that was known when this came may be forgotten by now
+                return ready, self._wait(now, sender, held[0])
             held.popleft()
             ready.append((sender, whole))
         del self._held[sender]

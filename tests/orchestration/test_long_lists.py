@@ -95,7 +95,7 @@ def test_another_node_is_asked_after_a_while_and_either_answer_counts():
         lists.receive(0.0, b"B", as_sent(declare(1)))
         assert lists.tick(1.9) == []
         assert lists.tick(2.0) == [(b"B", m.ListWanted(digest=message.digest))]
-        assert lists.tick(2.1) == [] and lists.tick(9.0) == [], "nobody is left to ask"
+        assert lists.tick(2.1) == [] and lists.tick(9.0) == [], "both nodes were asked already"
         assert answer(lists, sender, message)[0] == [(b"A", message), (b"B", declare(1))]
         assert lists.tick(99.0) == []
 
@@ -140,6 +140,22 @@ def test_the_lists_that_were_not_used_for_longest_are_forgotten(monkeypatch):
     answer(lists, b"A", declare(0, "c"))
     assert lists.receive(0.0, b"A", as_sent(declare(2, "a")))[1] == []
     assert lists.receive(0.0, b"A", as_sent(declare(2, "b")))[1] != []
+
+
+def test_a_list_that_is_forgotten_while_a_message_is_held_is_waited_for(monkeypatch):
+    monkeypatch.setattr(long_lists, "_MOST_KEPT", 2 * N)
+    lists = LongLists()
+    lists.receive(0.0, b"A", as_sent(declare(0, "a")))
+    answer(lists, b"A", declare(0, "a"))
+    lists.receive(0.0, b"A", as_sent(declare(0, "x")))
+    assert lists.receive(0.0, b"A", as_sent(declare(1, "a"))) == ([], []), "held behind the other, its list is known"
+    for prefix in "bc":
+        lists.receive(0.0, b"B", as_sent(declare(2, prefix)))
+        answer(lists, b"B", declare(2, prefix))
+    assert lists.receive(0.0, b"B", as_sent(declare(2, "a")))[1] != [], "it is forgotten"
+    assert answer(lists, b"A", declare(0, "x")) == ([(b"A", declare(0, "x"))], [])
+    assert answer(lists, b"B", declare(2, "a"))[0] == [(b"B", declare(2, "a")), (b"A", declare(1, "a"))]
+    assert lists.senders == []
 
 
 @settings(deadline=None)
