@@ -30,8 +30,8 @@ GRACE_S = 1.0
 #: Time to wait when descriptors or memory are exhausted.
 _EXHAUSTED_PAUSE_S = 0.2
 #: TCP keepalive of connections between ranks, which may be idle for hours: the kernel probes the other end after this
-#: time, at this interval, and ends the connection when so many probes have no answer. Those of a stopped process are
-#: answered.
+#: time, at this interval, and ends the connection after this many probes without an answer. For a process that is
+#: stopped (SIGSTOP) its kernel answers.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 15, 5, 3
 #: Interval of checks whether there is room for one more.
 RECHECK_S = 0.02

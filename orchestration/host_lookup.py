@@ -1,4 +1,7 @@
-"""Looks up host names with a time limit: the system's resolver may take half a minute and cannot be interrupted."""
+"""Host names and addresses: looks up names with a time limit, and writes an address with its port.
+
+The system's resolver may take half a minute and cannot be interrupted.
+"""
 from __future__ import annotations
 
 import ipaddress
@@ -55,3 +58,8 @@ def is_address(host: str) -> bool:
 def resolve(host: str, timeout_s: float) -> str:
     """Return the address of *host*, a name or an address; raises as `HostLookup.address`."""
     return host if is_address(host) else HostLookup(host).address(timeout_s)
+
+
+def format_address(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -988,7 +988,7 @@ def encode(message: Message) -> bytes:
 
 
 def compressed(data: bytes) -> bytes:
-    """Return an encoded message as it is sent between machines: compressed if it is long."""
+    """Return *data*, an encoded message, for the network: compressed if it is long."""
     return data if len(data) < _LEAST_COMPRESSED_NBYTES else _COMPRESSED + zlib.compress(data, 3)
 
 

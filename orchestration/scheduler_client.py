@@ -11,7 +11,7 @@ import zmq
 from . import messages as m
 from .clock_offset import ClockOffset
 from .errors import CapacityError, PeerLostError, StallError
-from .host_lookup import HostLookup, is_address
+from .host_lookup import HostLookup, format_address, is_address
 from .long_lists import as_sent
 from .security import curve_pair
 from .zmq_connections import monitor_event
@@ -46,7 +46,7 @@ class SchedulerClient:
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
                  start_timeout_s: float = 60.0, pulse_s: float = 0.0, asks_time: bool = False) -> None:
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = format_address(host, port)
         self._host, self._port, self._key = host, port, key
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s

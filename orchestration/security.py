@@ -29,6 +29,7 @@ import zmq
 from zmq.utils import z85
 
 from .errors import DECODE_ERRORS, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from .host_lookup import format_address
 
 #: Begins the first message of both sides of a data connection; the digit is the handshake's version.
 MAGIC = b"BPSFAST1"
@@ -247,4 +248,4 @@ def _address(sock: socket.socket) -> str:
         return "a peer that is gone"
     if not isinstance(name, tuple):
         return "a local peer"
-    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+    return format_address(name[0], name[1])

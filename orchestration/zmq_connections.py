@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from .handshakes import HandshakeLimiter, host_of
+from .host_lookup import format_address
 
 #: libzmq closes a connection that has not proved the key after this time.
 HANDSHAKE_MS = 5000
@@ -219,7 +220,7 @@ class ConnectionActivity:
         host, port = address[:2]
         if "." in host:
             host = host.removeprefix("::ffff:")  # of IPv4, at a socket of both versions
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return format_address(host, port)
 
     def silence_s(self, sender: bytes) -> float | None:
         """Return the time since the last byte of *sender*; None if its connection is not known, or gone."""

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bpsfast.base.addresses import format_address
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
+from bpsfast.orchestration.host_lookup import format_address
 from bpsfast.tools.top.scrape import NotBpsfastError, Scrape, check, scrape
 
 _SECONDS = 10.0

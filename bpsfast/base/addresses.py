@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..orchestration.errors import ConfigError, StallError
-from ..orchestration.host_lookup import HostLookup, is_address, resolve
+from ..orchestration.host_lookup import HostLookup, format_address, is_address, resolve
 from .settings import Settings
 from .value_formats import parse_ports
 
@@ -23,11 +23,6 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _N_LOOKUPS = 64
 #: Names that mean the loopback on every machine (RFC 6761, Debian's and Red Hat's hosts files).
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "localhost6")
-
-
-def format_address(host: str, port: int) -> str:
-    """Return ``host:port``, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def family_of(address: str) -> socket.AddressFamily:

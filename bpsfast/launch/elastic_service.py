@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..base.addresses import format_address
 from ..base.job_key import elastic_key
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
 from ..orchestration.errors import ProtocolError
+from ..orchestration.host_lookup import format_address
 from ..orchestration.wake_up import WakeUp
 from .processes import Command, Process
 

@@ -13,10 +13,11 @@ from typing import ClassVar
 import msgspec
 
 from ..base import process_identity
-from ..base.addresses import format_address, is_loopback
+from ..base.addresses import is_loopback
 from ..base.job_key import given_key, local_key, node_id_or_default
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 from .process_role import (
     Environ,
     Environment,

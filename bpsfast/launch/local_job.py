@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ..base import logs
-from ..base.addresses import configured_host, format_address
+from ..base.addresses import configured_host
 from ..base.job_key import given_key
 from ..base.settings import Settings, environment
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 from . import roles
 from .daemons import N_RESTARTS, clean_environment, reserve_master_port, reserve_port, run_scheduler
 from .environments import is_local_byteps_job

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from ..base.addresses import format_address
 from ..base.byteps_variables import whole_number
 from ..base.job_key import default_node_id, given_key, job_key, local_key
 from ..base.settings import Settings, parse_address
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 
 Environ = Mapping[str, str]
 

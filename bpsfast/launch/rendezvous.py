@@ -28,19 +28,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ..base.addresses import (
-    any_host,
-    configured_host,
-    default_route_host,
-    format_address,
-    is_loopback,
-    route_source,
-)
+from ..base.addresses import any_host, configured_host, default_route_host, is_loopback, route_source
 from ..base.job_key import check_insecure, given_key, job_key, local_key, machine_secret
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..orchestration.host_lookup import format_address
 from .daemons import reserve_port
 from .process_role import ProcessRole
 

@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ..base.addresses import format_address
 from ..base.byteps_variables import whole_number
 from ..base.job_key import node_id_or_default
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 from .process_role import (
     Environ,
     Environment,

@@ -25,7 +25,7 @@ import zmq
 
 from .._version import __version__
 from ..base import logs
-from ..base.addresses import format_address, is_loopback, listening_socket, local_host, unreachable_hint
+from ..base.addresses import is_loopback, listening_socket, local_host, unreachable_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.job_key import default_node_id, job_key
@@ -44,6 +44,7 @@ from ..orchestration.errors import (
     error_of,
 )
 from ..orchestration.failover.control_log import ControlLog
+from ..orchestration.host_lookup import format_address
 from ..orchestration.long_lists import pieces, with_digest
 from ..orchestration.scheduler_client import SchedulerClient
 from . import capacity, cpu_quota, local_listener, metrics, transport

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..base import message_socket as channels
-from ..base.addresses import format_address, unreachable_hint
+from ..base.addresses import unreachable_hint
 from ..base.end_reports import report
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings, fingerprint
@@ -25,6 +25,7 @@ from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware.affinity.binding import ThreadBinding, binding_variable, default_gpu
 from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
+from ..orchestration.host_lookup import format_address
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment
 

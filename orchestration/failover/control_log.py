@@ -194,9 +194,10 @@ class ControlLog:
         yield m.RejoinComplete()
 
     def _repeat(self, message: m.Declare | m.CommittedUnits) -> m.Message:
-        """Return *message* as it is sent, and keep its list."""
+        """Return *message* with the digest of its list, if that is long; the list can then be had from `list_of`."""
         message = with_digest(message)
-        self._repeated[message.digest] = message.tensors if isinstance(message, m.Declare) else message.units
+        if message.digest:
+            self._repeated[message.digest] = message.tensors if isinstance(message, m.Declare) else message.units
         return message
 
     def _commit(self, message: m.Commit) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
-from ..job.admission import difference
+from ..job.admission import MOST_NAMED, difference
 from ..job.liveness import NodeProbes
 from ..job.recovery import JobSnapshot
 from ..roster import describe_node, is_majority
@@ -22,10 +22,6 @@ from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
 _DECISIVE = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
-
-
-#: The most nodes that a text names.
-_MOST_NAMED = 16
 
 
 class JobRebuild:
@@ -293,6 +289,6 @@ class JobRebuild:
             return "none was ever welcomed"
         over = self._reports.complete | self._reports.lost
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
-        more = f"; {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return f"missing {'; '.join(missing[:_MOST_NAMED]) or 'nobody'}{more}"
+        more = f"; {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        return f"missing {'; '.join(missing[:MOST_NAMED]) or 'nobody'}{more}"
 

@@ -55,7 +55,7 @@ class JobSettings:
 
 
 #: The most nodes of a kind that a text names one by one.
-_MOST_NAMED = 16
+MOST_NAMED = 16
 
 
 class Admission:
@@ -177,12 +177,12 @@ class Admission:
         workers, helpers = self._split()
         indices = _node_indices(workers, self._expected.num_nodes)
         have = sorted(zip(indices, (join for _, join in workers)), key=lambda pair: pair[0])
-        texts = [f"node {index} ({join.host}, {_ranks(len(join.ranks))})" for index, join in have[:_MOST_NAMED]]
-        if len(have) > _MOST_NAMED:
-            texts.append(f"{len(have) - _MOST_NAMED} more nodes with ranks")
-        texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers[:_MOST_NAMED])]
-        if len(helpers) > _MOST_NAMED:
-            texts.append(f"{len(helpers) - _MOST_NAMED} more helpers")
+        texts = [f"node {index} ({join.host}, {_ranks(len(join.ranks))})" for index, join in have[:MOST_NAMED]]
+        if len(have) > MOST_NAMED:
+            texts.append(f"{len(have) - MOST_NAMED} more nodes with ranks")
+        texts += [f"helper {i} ({join.host})" for i, (_, join) in enumerate(helpers[:MOST_NAMED])]
+        if len(helpers) > MOST_NAMED:
+            texts.append(f"{len(helpers) - MOST_NAMED} more helpers")
         missing = _never_joined("node", [index for index in range(self._expected.num_nodes) if index not in indices])
         if self._expected.num_nodes < 0:
             came = {rank for _, join in workers for rank in join.ranks}
@@ -207,7 +207,7 @@ class Admission:
 
 def _never_joined(kind: str, numbers: list[int], why: str = "never joined") -> list[str]:
     """Return the nodes or ranks *numbers* in words: one by one, or as ranges if there are many."""
-    if len(numbers) <= _MOST_NAMED:
+    if len(numbers) <= MOST_NAMED:
         return [f"{kind} {number} ({why})" for number in numbers]
     ranges: list[list[int]] = []
     for number in numbers:
@@ -215,8 +215,8 @@ def _never_joined(kind: str, numbers: list[int], why: str = "never joined") -> l
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MOST_NAMED]]
-    more = ", ..." if len(ranges) > _MOST_NAMED else ""
+    shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:MOST_NAMED]]
+    more = ", ..." if len(ranges) > MOST_NAMED else ""
     return [f"{len(numbers)} {kind}s, {', '.join(shown)}{more} ({why})"]
 
 

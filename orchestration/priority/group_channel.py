@@ -17,6 +17,7 @@ import zmq
 
 from ..errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ..handshakes import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
+from ..host_lookup import format_address
 from ..security import curve_pair
 from ..zmq_connections import ZmqHandshakeLimiter, interface, monitor_event
 from .turns import Entry
@@ -232,7 +233,7 @@ class FollowerChannel(_Channel):
                  leader: str = "rank 0") -> None:
         super().__init__(zmq.DEALER, decoder)
         self._leader = leader
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = format_address(host, port)
         self._secure = self._lost = False
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "node")
         self._socket.curve_serverkey = curve_pair(key, "scheduler")[0]

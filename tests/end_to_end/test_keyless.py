@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.base.addresses import format_address
 from bpsfast.base.settings import load_with_origins
 from bpsfast.launch import roles
 from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.host_lookup import format_address
 from tests.end_to_end.test_environments import clean, hosts_file
 from tests.support import recorded_environment
 

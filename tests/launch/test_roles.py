@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.base.addresses import format_address, is_loopback
+from bpsfast.base.addresses import is_loopback
 from bpsfast.base.job_key import job_key
 from bpsfast.base.settings import load_with_origins, parse_address
 from bpsfast.launch.process_role import ProcessRole, scheduler_port
 from bpsfast.launch.roles import detect
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.host_lookup import format_address
 
 KEY = "ab" * 32
 EXPLICIT = {

@@ -186,7 +186,7 @@ def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, inde
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
-    with listening_socket("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
+    with listening_socket("127.0.0.1") as mute:  # the kernel completes the connection, no process accepts it
         address = "{}:{}".format(*mute.getsockname())
         peers = sides[index].reconnector._peers
         peers[1 - index] = msgspec.structs.replace(peers[1 - index], address=address)

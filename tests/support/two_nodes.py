@@ -8,7 +8,7 @@ import threading
 
 import msgspec
 
-from bpsfast.base.addresses import format_address, listening_socket
+from bpsfast.base.addresses import listening_socket
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.base.settings import Settings
 from bpsfast.node.event_loop import EventLoop
@@ -17,6 +17,7 @@ from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.runtime import NodeRuntime
 from bpsfast.node.transport import Epochs, Peering
 from bpsfast.orchestration.codec import CodecSpec
+from bpsfast.orchestration.host_lookup import format_address
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.orchestration.priority.send_queue import rank_parts

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from bpsfast.base import settings
-from bpsfast.base.addresses import format_address
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from bpsfast.orchestration.host_lookup import format_address
 from bpsfast.tools.perf.control import Secret, secret_for
 
 FORMAT = 1

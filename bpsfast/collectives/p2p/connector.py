@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ...base import message_socket
-from ...base.addresses import family_of, format_address, is_loopback, listening_socket
+from ...base.addresses import family_of, is_loopback, listening_socket
 from ...base.encryption import Encryption, check_library, seals_of
 from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
@@ -45,7 +45,7 @@ from ...orchestration.handshakes import (
     HandshakeLimiter,
     source_of,
 )
-from ...orchestration.host_lookup import resolve
+from ...orchestration.host_lookup import format_address, resolve
 from ...orchestration.job.node_losses import FIRST_EPOCH
 from ...trainer.session import Session
 from .encrypted_socket import EncryptedSocket

@@ -32,8 +32,8 @@ Rate = str | float | tuple[str | float, str | float]
 _HUB = "hub"
 #: By version of IP: the network, with the place of a machine's number, and the number of the hub.
 _NETWORKS = {4: ("10.77.{}", "/16", "255.254"), 6: ("fd77::{}", "/64", "fffe")}
-#: From so many machines on they are told each other's link addresses.
-_MANY = 12
+#: The least number of machines that know each other's link addresses in advance, see `netns.introduce`.
+_LEAST_INTRODUCED = 12
 _CALIBRATION_PORT = 7701
 _CALIBRATION_EXTRA_S = 30.0
 
@@ -153,7 +153,7 @@ class Cluster(Closing):
                 if limit is not None:
                     netns.shape(machine.namespace, "eth0", limit[0])
                     netns.shape(self.hub.namespace, f"port{i}", limit[1])
-            if len(names) >= _MANY:
+            if len(names) >= _LEAST_INTRODUCED:
                 netns.introduce([(each.namespace, each._interface, each.address)
                                  for each in (self.hub, *self.machines.values())])
         except BaseException:

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from ...base.addresses import format_address
 from ...base.encryption import Encryption, Seals, seals_of
 from ...base.settings import Settings, parse_address
 from ...base.trace_records import Limits
 from ...orchestration import security
 from ...orchestration.errors import ConfigError, MismatchError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
+from ...orchestration.host_lookup import format_address
 from ...orchestration.security import HandshakeResult
 from ...pyx.dispatch import Dispatch
 from ...pyx.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output
-from ...base.addresses import format_address
+from ...orchestration.host_lookup import format_address
 from . import options as shared
 
 

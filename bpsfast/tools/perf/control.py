@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
-from ...base.addresses import family_of, format_address, is_loopback
+from ...base.addresses import family_of, is_loopback
 from ...base.framing import Frames
 from ...base.job_key import given_key, job_key
 from ...base.resources import Closing
@@ -26,6 +26,7 @@ from ...base.settings import Settings
 from ...orchestration import security
 from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
+from ...orchestration.host_lookup import format_address
 from .perf_plan import Plan
 
 #: Version of the messages and their order; both sides need the same.

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...base.addresses import format_address
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
+from ...orchestration.host_lookup import format_address
 from . import perf_plan
 from .control import Alive, Answer, Ask, Control, Secret, connect, serving
 from .rdma import RdmaEnd, described

@@ -14,10 +14,10 @@ import threading
 import time
 from typing import Any
 
-from ...base.addresses import format_address
 from ...orchestration import security
 from ...orchestration.errors import PeerLostError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
+from ...orchestration.host_lookup import format_address
 from ...pyx.pages import Segment
 from ...pyx.perf import Mailbox
 from ...pyx.tcp import IoThreads, Stream

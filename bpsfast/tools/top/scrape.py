@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...base.addresses import format_address
 from ...orchestration.errors import LackingError
+from ...orchestration.host_lookup import format_address
 
 #: Most bytes of an answer; a node needs about 300 for each rank and peer.
 _MOST_NBYTES = 16 << 20

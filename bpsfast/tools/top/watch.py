@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ...base.addresses import format_address
 from ...base.resources import Closing
 from ...orchestration.errors import PeerLostError, StallError
+from ...orchestration.host_lookup import format_address
 from .sample import NodeSample, Sample, State, node_sample, rank_samples
 from .scrape import Scrape, scrape
 

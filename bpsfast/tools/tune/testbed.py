@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...base.addresses import format_address
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
+from ...orchestration.host_lookup import format_address
 from ..perf.control import Answer, Ask, Control, Propose, connect, serving
 from ..perf.perf_plan import Plan
 from ..perf.perf_run import PerfRun

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...base.addresses import format_address
 from ...base.settings import parse_address
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
+from ...orchestration.host_lookup import format_address
 from . import worlds
 from .base_group import NamedGroup
 from .process_group import ProcessGroup, group_in

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...base import logs
-from ...base.addresses import format_address
 from ...base.settings import load, parse_address
 from ...base.value_formats import parse_ports
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ClosedError, ConfigError, MismatchError
+from ...orchestration.host_lookup import format_address
 from ...trainer import process
 from ...trainer.exit_handling import ExitWatch
 from ...trainer.process import join_job, leave_job
