@@ -60,6 +60,6 @@ def resolve(host: str, timeout_s: float) -> str:
     return host if is_address(host) else HostLookup(host).address(timeout_s)
 
 
-def format_address(host: str, port: int) -> str:
+def format_address(host: str, port: int | str) -> str:
     """Return ``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

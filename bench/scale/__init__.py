@@ -42,13 +42,14 @@ _TIMEOUT_S = 300.0
 
 
 class _Scheduler:
-    """The scheduler's process; a context manager."""
+    """The scheduler's process, until `end`. Raises `PeerLostError` if it does not start."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         argv = [sys.executable, "-m", "bpsfast.bench.scale.scheduler", json.dumps(settings)]
         self._process = subprocess.Popen(tie_to_parent(argv), stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "listening\n":
+            self.end()
             raise PeerLostError("the scheduler of `bench scale` did not start; see its output")
         self._own = psutil.Process(self._process.pid)
 
@@ -65,9 +66,11 @@ class _Scheduler:
         return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill it, if it has not ended."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 
 _log = logging.getLogger("bpsfast.settings")
 _told: set[str] = set()
@@ -40,7 +41,7 @@ def _scheduler(text: str, environ: Mapping[str, str], values: Mapping[str, Any])
     port = environ.get("DMLC_PS_ROOT_PORT", "")
     if not port:
         raise ConfigError(f"DMLC_PS_ROOT_URI={text!r} is set, DMLC_PS_ROOT_PORT is not: set both or BPSFAST_SCHEDULER")
-    return f"[{text}]:{port}" if ":" in text.strip("[]") and not text.startswith("[") else f"{text}:{port}"
+    return format_address(text.strip("[]"), port)
 
 
 def _credit(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int | None:

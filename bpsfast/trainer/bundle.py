@@ -121,7 +121,6 @@ class Bundle:
         self._units = found
         return found
 
-
     def _sum_directly(self, unit: Unit, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """Sum the tensors of *unit* without the node; return False, and do nothing, where that is not possible."""
         members = self._units[unit]
