@@ -8,9 +8,10 @@ a GID (RoCE). Of the usable ones, `choose` prefers in this order:
 3. the NUMA node that this process runs on;
 4. the higher rate, then the lower number, so that equal machines choose equally.
 
-Without `rdma_devices` the best port is used. With it, every usable port that it names is used, in the order of their
-numbers, so that rails pair up by position on all machines, as in NCCL. A port that is not on the kernel's route is used
-if there is no better one, because the addresses come from the control network, which is often a different network.
+Without `rdma_devices` the best port is used. With it, every usable port that it names is used. Rails pair up by their
+position among the named ports, in the order of their numbers, as in NCCL; a port that is down keeps its position. A
+port that is not on the kernel's route is used if there is no better one, because the addresses come from the control
+network, which is often a different network.
 """
 from __future__ import annotations
 
@@ -36,13 +37,18 @@ _OTHER_DRIVERS = {
 
 @dataclass(frozen=True)
 class Rail:
-    """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen."""
+    """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen.
+
+    `position`: the peer's rail with the same one is at the other end. `gbps`: the port's rate, 0 if unknown.
+    """
 
     device: str
     port: int
     gid: Gid | None
     netdev: str | None
     reason: str
+    position: int = 0
+    gbps: float = 0.0
 
     @property
     def name(self) -> str:
@@ -92,6 +98,8 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     route = _route(host, peer)
     usable: list[tuple[tuple, Rail]] = []
     rejected: dict[str, str] = {}
+    named = sorted((natural(device.name), port.number) for device, port in host.ports
+                   if allowed.names_devices and allowed.admits(device.name, port.number))
     for device, port in host.ports:
         name = f"{device.name}/{port.number}"
         if not allowed.admits(device.name, port.number):
@@ -103,9 +111,11 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
             rejected[name] = why_not
             continue
         gid = _gid(table, gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
+        position = named.index((natural(device.name), port.number)) if named else 0
         usable.append((_rank(host, device, port, gid, route),
                        Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
-                            _reason(host, device, port, gid, route, allowed, gid_index))))
+                            _reason(host, device, port, gid, route, allowed, gid_index), position,
+                            port.rate_gbps or 0.0)))
     if allowed.names_devices:
         rails = sorted((rail for _, rail in usable), key=lambda rail: (natural(rail.device), rail.port))
         return RailChoice(tuple(rails), (), rejected, route)

@@ -112,24 +112,33 @@ class Dispatcher:
         self._native.set_credit(nbytes)
 
     def hold(self, source: int) -> None:
-        """Post nothing more to *source* until `replace_link`: its link is about to be closed. Takes effect at once."""
+        """Post nothing more to *source* until `resume`: its link is about to be closed. Takes effect at once."""
         self._native.hold(source)
 
-    def replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
-        """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
+    def start_link(self, source: int, link: WireLink) -> bool:
+        """Start *link* in place of its predecessor, which is held and closed; return whether *source* is still there.
+
+        Nothing is written over it before `resume`.
+        """
+        if source not in self._links:
+            return False  # it was lost meanwhile
+        with self._lock:
+            self._links[source] = link
+            self._numbers[source] += 1
+            self._lost_early.pop(source, None)
+        link.start(self._engine, source, self._numbers[source])
+        return True
+
+    def resume(self, source: int, awaited: Mapping[int, int]) -> None:
+        """Go on writing to *source* over its new link, which `start_link` has started.
 
         *awaited* gives for each part the round that has not arrived there: it is written again if it was written
         before. Its bytes are still in place: a partial until its result is published, a result until the round after
         the next, and both need what was not delivered.
         """
         if source not in self._links:
-            return  # it was lost meanwhile: there is nothing to write
-        with self._lock:
-            self._links[source] = link
-            self._numbers[source] += 1
-            self._lost_early.pop(source, None)
-        link.start(self._engine, source, self._numbers[source])
-        link.route(self._native, source)
+            return
+        self._links[source].route(self._native, source)
         with self._lock:
             code = self._lost_early.pop(source, None)
             self._native.resume(source, awaited)

@@ -26,7 +26,7 @@ class EventLoop:
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._on_error = on_error
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._handlers: dict[Any, Callable[[], object]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -35,7 +35,7 @@ class EventLoop:
         self._wake = WakeUp()
         self.watch(self._wake.fileno(), self._run_calls)
 
-    def watch(self, what: int | zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+    def watch(self, what: int | zmq.Socket[bytes], handler: Callable[[], object]) -> None:
         """Call *handler* whenever *what* (a descriptor or a ZeroMQ socket) is readable or at its end."""
         self._poller.register(what, zmq.POLLIN)
         self._handlers[what] = handler
@@ -72,7 +72,7 @@ class EventLoop:
         self._timers.clear()
         self._wake.close()
 
-    def _call(self, handler: Callable[[], None]) -> None:
+    def _call(self, handler: Callable[[], object]) -> None:
         try:
             handler()
         except Exception as exc:

@@ -499,6 +499,7 @@ class Node:
 
     def _on_commit(self, message: messages.Commit) -> None:
         self._generation = message.generation
+        self._peers.await_slots(message.generation)
         if not self._recovery.commit(message):
             self._plans.commit(message)
 

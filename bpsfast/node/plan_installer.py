@@ -66,6 +66,8 @@ class PlanInstaller:
         self._takeovers: dict[int, SharedMemoryTakeover] = {}  # of nodes of this host that are lost
         self._stores = ParameterStores(engine, regions.stores)
         self._parts = NodeParts(me, engine, regions, links, sources, self._role, self._stores, sums)
+        #: The newest generation whose parts were bound here, committed or not.
+        self.newest_generation = 0
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
@@ -133,6 +135,10 @@ class PlanInstaller:
             self._take(generation, index, message)
         else:
             self._early.setdefault(message.generation, []).append((index, message))
+
+    def forget_early(self, index: int) -> None:
+        """Drop what node *index* has told before its plan came here: its link has ended, and the addresses with it."""
+        self._early = {number: [each for each in told if each[0] != index] for number, told in self._early.items()}
 
     def drop(self, generation: Generation) -> None:
         """Forget a generation that was refused: its parts and its memory."""
@@ -334,6 +340,13 @@ class PlanInstaller:
     def _shm_links(self) -> list[ShmLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, ShmLink)]
 
+    def uncovered(self, number: int) -> list[RdmaLink]:
+        """Return the links to peers that have not said where this node writes the parts of generation *number*.
+
+        There are some only where RDMA has taken the place of tcp meanwhile.
+        """
+        return [link for link in self._rdma_links() if link.covered < number]
+
     def _rdma_links(self) -> list[RdmaLink]:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
@@ -358,9 +371,11 @@ class PlanInstaller:
     def _exchange_slots(self, generation: Generation) -> None:
         """Send peers the addresses to which they write by RDMA, and await theirs; take what came early of any peer."""
         number = generation.plan.generation
+        self.newest_generation = number
         for wired in self._rdma_links():
             wired.announce(number)
-            generation.awaited.add(wired.index)
+            if wired.covered < number:
+                generation.awaited.add(wired.index)
         for index, message in self._early.pop(number, ()):
             self._take(generation, index, message)
 

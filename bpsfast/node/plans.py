@@ -107,7 +107,8 @@ class Plans:
             self.report_room()
 
     def without(self, index: int) -> None:
-        """Wait no longer for messages of node *index*."""
+        """Wait no longer for messages of node *index*: its link has ended, or it has told everything at once."""
+        self._runtime.installer.forget_early(index)
         if self._generation is not None:
             self._generation.awaited.discard(index)
             self._announce()

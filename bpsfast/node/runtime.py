@@ -14,7 +14,7 @@ from ..base.settings import Settings
 from ..base.trace_file import Origin, write
 from ..base.trace_records import RECORD, Part, SendLog, limits
 from ..orchestration.clock_offset import Point
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
+from ..orchestration.errors import BpsError, CapacityError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Stage, Welcome
 from ..orchestration.placement.partition import rounds_ahead
 from ..pyx import ring
@@ -172,25 +172,61 @@ class NodeRuntime:
         """Stop writing and receiving over *link* until `resume`; return whether it is certain that nothing arrives."""
         self._service.hold(self._source_of[link.index])
         link.fence()
-        self.rails.settle()  # before memory is registered again: its device may be gone
+        self.rails.close_gone()  # before memory is registered again
         return link.is_cut_off
 
     def resume(self, link: tcp.TcpLink) -> None:
         """Use *link* in place of one that was stopped by `stop_link`; what the peer awaits is written again."""
-        old = wire(self.links[link.index])
-        assert old is not None
+        old = self._replaced(link.index)
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
+        self._replace(old, link)
+        source = self._source_of[link.index]
+        try:
+            if self._service.start_link(source, link):
+                self._service.resume(source, link.awaited_there)
+        finally:
+            old.close()
+
+    def begin_rdma(self, link: rdma.RdmaLink) -> rdma.LinkResumed:
+        """Receive over *link* in place of one that was stopped by `stop_link`; return what the peer has to know.
+
+        Nothing is written over it before `resume_rdma`. If this raises, *link* is closed, and the one before it can
+        still be replaced.
+        """
+        old = self._replaced(link.index)
+        awaited = old.awaited()
+        try:
+            if not link.is_usable:
+                raise CapacityError(f"a device of the link to node {link.index} has refused memory meanwhile")
+            self._service.start_link(self._source_of[link.index], link)
+            for part, bound in old.bound.items():
+                link.bind(part, *bound, first_round=awaited[part])
+        except BaseException:
+            link.close()
+            raise
+        self._replace(old, link)
+        old.close()
+        return link.resumed(self.installer.newest_generation, awaited)
+
+    def resume_rdma(self, link: rdma.RdmaLink, message: rdma.LinkResumed) -> None:
+        """Write over *link*, over which `begin_rdma` receives: the peer has told where, and what it awaits."""
+        link.aim(message)
+        self._service.resume(self._source_of[link.index], message.awaited)
+
+    def _replaced(self, index: int) -> WireLink:
+        old = wire(self.links[index])
+        assert old is not None
+        return old
+
+    def _replace(self, old: WireLink, link: tcp.TcpLink | rdma.RdmaLink) -> None:
+        """Record *link*, which this object closes from now on, and what was counted on the one before."""
         self._tracing.keep(old)
         counted, before = old.counters(), self._moved.get(link.index, {})
         self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _CUMULATIVE}
         self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
-        self.links[link.index] = link  # closed by this object from here on
-        try:
-            self._service.replace_link(self._source_of[link.index], link, link.awaited_there)
-        finally:
-            old.close()
+        self.links[link.index] = link
 
     @property
     def service_error(self) -> Exception | None:
@@ -300,7 +336,7 @@ class NodeRuntime:
         self._tracing.keep(link)
         link.close()
         if isinstance(link, rdma.RdmaLink):
-            self.rails.settle()
+            self.rails.close_gone()
             if not link.is_cut_off:
                 raise PeerLostError(f"node {link.index} is lost, and a queue pair to it could not be destroyed: it may "
                                     "still write into this node's memory")

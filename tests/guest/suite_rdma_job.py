@@ -268,7 +268,8 @@ def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_su
             assert not any(outcome.error for outcome in outcomes), outcomes
         for index, outcome in enumerate(outcomes):
             after = outcome.value["after"]
-            assert after[f"transport_{1 - index}"] == 2 and "rdma_rails" not in after, after
+            assert after[f"transport_{1 - index}"] == 2, after
+            assert ("rdma_rails" in after) is (index == 0), "the other card may be of use again"
         # memory and parts that come after the reconnect
         job.run(train, timeout_s=200)
         job.close()

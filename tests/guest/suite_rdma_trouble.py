@@ -125,8 +125,8 @@ from bpsfast.node.transport.rdma import NoRdmaError, Rails
 rails = Rails(Settings(rdma_devices="rxe"), 3 * MIN_SEGMENT_NBYTES)
 said = []
 try:
-    for rail in rails.towards(None, 1):
-        rail.join()
+    for route in rails.towards(None, 1):
+        route.rail.join()
     regions = Regions()
     regions.register_with(rails)
     regions.slots.allocate(MIN_SEGMENT_NBYTES)

@@ -1,6 +1,7 @@
 """What the ranks of jobs in the guest run. Imported by the ranks themselves: no pytest, nothing of `tests`."""
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -73,6 +74,37 @@ def push_until_it_fails(n: int) -> str:
     for _ in range(n):
         bpsfast.push_pull(array, name="x")
     return "nothing failed"
+
+
+def push_across_links(stop: str, timeout_s: float) -> dict[str, Any]:
+    """Run on a rank: push_pull and check every sum until the file *stop* is there for all ranks, and some steps more.
+
+    Each step also declares a tensor. Return the number of steps, the kinds of link to the other node and their queue
+    pairs in the order in which they were seen, and the counters at the end.
+    """
+    rank, deadline = bpsfast.rank(), time.monotonic() + timeout_s
+    pattern = np.arange(1 << 18, dtype="f4") % 1000
+    array, flag = bpsfast.empty(pattern.shape, "f4"), bpsfast.empty((1,), "f4")
+    seen: list[tuple[int, int]] = []
+    step = n_after = 0
+    while n_after < 5:
+        array[...] = pattern * (step + rank)
+        flag[...] = os.path.exists(stop)
+        handles = [bpsfast.push_pull_async(array, name="array"), bpsfast.push_pull_async(flag, name="flag")]
+        if step % 8 == 0 and step < 4000:
+            handles.append(bpsfast.push_pull_async(np.full(1000, rank + step, "f4"), name=f"new {step}"))
+        total, flags, *new = (np.asarray(bpsfast.synchronize(handle)) for handle in handles)
+        assert (total == pattern * (2 * step + 1) / 2).all(), f"step {step}"
+        assert all((each == step + 0.5).all() for each in new), f"new in step {step}"
+        counters = bpsfast.counters()
+        state = counters[f"transport_{1 - rank}"], counters.get(f"wire_{1 - rank}_queue_pairs", 0)
+        if not seen or seen[-1] != state:
+            seen.append(state)
+        n_after += flags[0] == 1
+        step += 1
+        assert time.monotonic() < deadline, f"no end in {step} steps; seen: {seen}"
+    bpsfast.barrier()
+    return {"steps": step, "seen": seen, "after": bpsfast.counters()}
 
 
 def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:

@@ -68,6 +68,17 @@ def test_devices_that_are_named_are_all_used_in_the_order_of_their_numbers(
     assert choice.rejected["mlx5_0/1"] == "rdma_devices=^mlx5_0 leaves it out"
 
 
+def test_a_port_that_is_down_keeps_its_position(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("mlx5_roce")
+    both = chosen(machine, devices="mlx5_1,mlx5_0").rails
+    assert [(rail.name, rail.position) for rail in both] == [("mlx5_0/1", 0), ("mlx5_1/1", 1)]
+    machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
+    [left] = chosen(machine, devices="mlx5_1,mlx5_0").rails
+    assert (left.name, left.position) == ("mlx5_1/1", 1)
+    [alone] = chosen(machine).rails
+    assert (alone.name, alone.position) == ("mlx5_1/1", 0), "the best port of each machine is the only rail"
+
+
 def test_a_device_that_does_not_exist_is_an_error_with_those_that_do(
         recorded_machine: Callable[[str], Machine]) -> None:
     with pytest.raises(ConfigError, match=r"mlx5_9 matches nothing here; there is mlx5_0:1, mlx5_1:1"):

@@ -15,6 +15,11 @@ from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT
 from tests.support.dispatch_service import HEADER, NBYTES, alone, service as service
 
 
+def replace_link(dispatcher: dispatch.Dispatcher, link: TcpLink, awaited: dict[int, int]) -> None:
+    if dispatcher.start_link(0, link):
+        dispatcher.resume(0, awaited)
+
+
 @pytest.mark.parametrize("service", [(2, 1 << 20, [True, True])], indirect=True)
 def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
     service.commit((0,))
@@ -45,7 +50,7 @@ def test_over_a_reconnect_goes_what_is_awaited_then_what_waited_and_nothing_twic
     service.far[0].close()
     service.far[0] = far
     # The peer got part 0. It awaits nothing of 5, which was never written.
-    dispatcher.replace_link(0, link, {0: 2, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1})
+    replace_link(dispatcher, link, {0: 2, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1})
     assert service.written(0, 4) == [1, 2, 3, 4]
     service.report([service.event(EVENT_FORWARD, 0, 0, round_=2)])
     assert service.written(0, 1) == [0]
@@ -66,7 +71,7 @@ def test_a_reconnect_that_ends_before_its_repeats_have_left_repeats_none_of_them
         far.settimeout(20)
         service.far.append(far)
         service.links.append(TcpLink(0, {0: near}, n_slots=64))
-        dispatcher.replace_link(0, service.links[-1], dict.fromkeys(range(4), 1))
+        replace_link(dispatcher, service.links[-1], dict.fromkeys(range(4), 1))
         assert dispatcher.counters()["queued"] == 2
     service.report([service.event(EVENT_FORWARD, 0, 0, round_=2)])
     service.far[0], service.far[-1] = service.far[-1], service.far[0]
@@ -145,7 +150,7 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
 def test_a_reconnect_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.commit((0,))
     service.dispatcher.drop(0)
-    service.dispatcher.replace_link(0, service.links[0], {0: 1})  # who asks for it does not wait for its deadline
+    replace_link(service.dispatcher, service.links[0], {0: 1})  # who asks for it does not wait for its deadline
     assert service.dispatcher.counters()["reconnects"] == 0 and service.dispatcher.error is None
 
 
@@ -164,7 +169,7 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
     service.far.append(far)
     service.links.append(TcpLink(0, {0: near}, n_slots=64))
     service.report([service.event(EVENT_FORWARD, 0, part, 2) for part in (1, 0)])
-    dispatcher.replace_link(0, service.links[1], {0: 1, 1: 1})
+    replace_link(dispatcher, service.links[1], {0: 1, 1: 1})
     service.far[0], service.far[1] = service.far[1], service.far[0]
     assert service.written(0, 3) == [1, 0, 1], "1 again; then 0, which is of the pass before"
     assert dispatcher._native.posted(0) == {0, 1}
@@ -208,7 +213,7 @@ def test_a_new_link_that_ends_before_it_is_used_is_reported(service, monkeypatch
         route(native, source)
 
     monkeypatch.setattr(link, "route", late)
-    service.dispatcher.replace_link(0, link, {})
+    replace_link(service.dispatcher, link, {})
     assert service.lost.get(timeout=20)[0] == 0 and service.lost.empty()
     service.report([service.event(EVENT_FORWARD, 0, 0)])
     assert service.dispatcher.counters()["queued"] == 1, "it is held until the next link"
@@ -220,7 +225,7 @@ def test_a_late_word_of_the_old_link_says_nothing_of_the_new_one(service):
     service.dispatcher.hold(0)
     service.links[0].close()
     link, _ = joined_pair(service)
-    service.dispatcher.replace_link(0, link, {})
+    replace_link(service.dispatcher, link, {})
     service.dispatcher.handle([(EVENT_LOST, 0, 0, 0, errno.ECONNRESET, 0, 0)])
     assert service.lost.empty()
     service.far[0], service.far[-1] = service.far[-1], service.far[0]
@@ -240,7 +245,7 @@ def test_a_link_that_replaces_another_has_its_own_numbers_of_streams(service):
     link = TcpLink(0, {number: near for number, (near, _) in enumerate(pairs)}, n_slots=64)
     service.links.append(link)
     link.expect(1, service.payload.address, service.payload.address, 100, n_streams=1)
-    service.dispatcher.replace_link(0, link, {})
+    replace_link(service.dispatcher, link, {})
     service.report([service.event(EVENT_FORWARD, 0, part, nbytes=100) for part in (0, 1)])
     pairs[0][1].settimeout(20)
     received = b""

@@ -21,7 +21,8 @@ class Side:
     def __init__(self) -> None:
         self.told = []
         self.loop = EventLoop(self._raised)
-        self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77), connected=True)
+        self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77, forget_early=lambda index: None),
+                                       connected=True)
         self.left, self.may_leave = [], True
         self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(),
                                     leave_rdma=self._leave)

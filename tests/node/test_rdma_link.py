@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.node.transport.rdma.link import QueuePairFullError, RailPath, RdmaLink
+from bpsfast.node.transport.rdma.link import QueuePairFullError, RailPath, RdmaLink, turns_of
 from bpsfast.orchestration.errors import CapacityError
 
 
@@ -36,7 +36,7 @@ def test_two_threads_close_once_and_both_return_when_it_is_done():
     left = []
     pair = Pair()
     rail = SimpleNamespace(leave=lambda: left.append(pair.closed))
-    path = RailPath(rail, pair, SimpleNamespace(close=lambda: None))
+    path = RailPath(SimpleNamespace(rail=rail), pair, SimpleNamespace(close=lambda: None))
 
     def close() -> bool:
         path.close()
@@ -77,3 +77,12 @@ def test_a_full_queue_pair_says_whose_it_is_and_what_to_set():
     with pytest.raises(CapacityError) as other:
         refusing(errno.ENOMEM).bind(7, 64, 128, 64)
     assert not isinstance(other.value, QueuePairFullError), "tcp would not help"
+
+
+@pytest.mark.parametrize(("rates", "turns"), [
+    ([], []), ([100.0], [0]), ([100.0, 100.0], [0, 1]), ([0.0, 400.0, 100.0], [0, 1, 2]),
+    ([100.0, 200.0], [1, 0, 1]), ([200.0, 25.0], [0, 0, 0, 0, 1, 0, 0, 0, 0]),
+    ([100.0, 150.0], [1, 0, 1, 0, 1]), ([100.0, 101.0], [0, 1]), ([101.0, 100.0], [0, 1]),
+])
+def test_rails_take_turns_by_their_rates(rates, turns):
+    assert turns_of(rates) == turns

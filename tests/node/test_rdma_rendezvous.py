@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 
 from bpsfast.base.message_socket import MessageSocket
@@ -70,13 +71,16 @@ def test_both_sides_hear_of_an_objection(no_leaks):
 
 @pytest.mark.parametrize(("answer", "kind", "words"), [
     (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError,
-     "has version 9 of the RDMA handshake, this node 1"),
-    (rdma_messages.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
-    (rdma_messages.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
-    (rdma_messages.RdmaOffer(version=1, rails=(
+     "has version 9 of the RDMA handshake, this node 2"),
+    (rdma_messages.RdmaOffer(version=2), NoRdmaError, "node 1 offers no port"),
+    (rdma_messages.RdmaOffer(version=2, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
+    (rdma_messages.RdmaOffer(version=2, rails=(
         rdma_messages.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048, version="IB",
                                 lid=5),)), NoRdmaError,
      r"mlx5_0/1 \(Ethernet, GID v2\) cannot speak to node 1's ib0/2 \(InfiniBand, GID IB\)"),
+    (rdma_messages.RdmaOffer(version=2, rails=(msgspec.structs.replace(RAIL, position=1),)), NoRdmaError,
+     r"0 ports have their counterpart on the other side, 1 are needed: mlx5_0/1 \(number 0\) here, mlx5_0/1 "
+     r"\(number 1\) on node 1"),
     (rdma_messages.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
     (None, PeerLostError, "node 1 closed the connection for RDMA and did not answer RdmaOffer"),
 ])

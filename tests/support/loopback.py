@@ -1,4 +1,4 @@
-"""The loopback address of tests that use real sockets: with BPSFAST_TEST_LOOPBACK=::1 they run over IPv6."""
+"""The loopback address of tests that use real sockets: with BPSTEST_LOOPBACK=::1 they run over IPv6."""
 from __future__ import annotations
 
 import os
@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-LOOPBACK = os.environ.get("BPSFAST_TEST_LOOPBACK", "127.0.0.1")
+LOOPBACK = os.environ.get("BPSTEST_LOOPBACK", "127.0.0.1")
 
 
 def _has_ipv6() -> bool:

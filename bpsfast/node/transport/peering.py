@@ -1,6 +1,7 @@
 """Connects a node to all its peers: dials those of lower index, accepts those of higher, chooses each transport.
 
-A link that ends later is replaced by tcp (`seek`, `reconnector`). A node that joins the running job dials all others,
+A link that ends later is replaced by tcp (`seek`, `reconnector`), and where it was RDMA, by that again once it works
+(`rdma_returns`). A node that joins the running job dials all others,
 which `expect` it.
 """
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ...pyx.tcp import IoThreads
 from . import rdma, shm, tcp
 from .links import WireLink
 from .rdma import handshake
-from .rdma.rails import Rail
+from .rdma.rails import PeerRail
+from .rdma.returns import RdmaReturns
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
 from .tcp import DataPort, Epochs
 
@@ -36,6 +38,9 @@ TalkingLink = shm.ShmLink | rdma.RdmaLink
 
 #: How long `close` waits for each thread: an aborted job does not wait for a peer that does not answer.
 _JOIN_S = 1.0
+#: How long a peer may take to accept a connection for RDMA while the pair uses tcp; and both, to make the link.
+_RETURN_CONNECT_S = 2.0
+_RETURN_S = 60.0
 #: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
 
@@ -200,6 +205,8 @@ class Peering:
         self.reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
                                        settings.start_timeout_s, self._offer_again, self._drop, notify,
                                        self._encryption, self._checks)
+        #: Makes RDMA links again where one has failed.
+        self.rdma_returns = RdmaReturns(self._dial_rdma_again, notify)
         #: The nodes that have announced that all their ranks have left.
         self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
                                             self._begin, notify)
@@ -211,6 +218,11 @@ class Peering:
         self._port.start()
         self._begin(self._dial_all)
         self._begin(self._await_all)
+
+    @property
+    def index(self) -> int:
+        """This node's index."""
+        return self._me.index
 
     @property
     def done(self) -> bool:
@@ -280,6 +292,20 @@ class Peering:
             self.reasons[index] = reason or self.reasons[index]
         self.reconnector.seek(index, awaited)
 
+    def seek_rdma(self, index: int, rails: tuple[str, ...], least_rails: int, *, pause_s: float = 0.0,
+                  is_urgent: bool = False) -> None:
+        """Seek an RDMA link to node *index*; see `RdmaReturns.seek`. `notify` is called when there is one."""
+        self.rdma_returns.seek(index, rails, least_rails, dials=index < self._me.index, pause_s=pause_s,
+                               is_urgent=is_urgent)
+
+    def replaced(self, link: rdma.RdmaLink, reason: str) -> None:
+        """Record *link*, which the caller has from `rdma_returns` and closes, in place of the one before."""
+        self.reconnector.cancel(link.index)
+        with self._lock:
+            self.links[link.index] = link
+            self._taken.add(link.index)
+            self.reasons[link.index] = reason
+
     def probe(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
         """Test whether node *index* answers at its data port; a thread calls *tell* with the outcome."""
         peer = self._peers.get(index)
@@ -321,6 +347,7 @@ class Peering:
             self._closed = True
             self._gathered.notify_all()
         self.reconnector.close()
+        self.rdma_returns.close()
         self._port.close()
         for thread in self._threads:
             if thread.is_alive():
@@ -396,22 +423,35 @@ class Peering:
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
-        self._rails_towards(peer)  # without a device here the peer need not be asked
+        rails = partial(self._rails.towards, peer.address, len(self._peers), opens=peer.index in self._first)
+        rails()  # without a device here the peer need not be asked
         sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index,
                                   number=handshake.STREAM, epochs=self._epochs, deadline=self._deadline,
                                   encryption=self._encryption)
-        self.offer(self._make_rdma_link(sock, peer, epoch), f"a first write passed both ways; {reason}")
+        self.offer(self._make_rdma_link(sock, peer, epoch, rails, self._deadline),
+                   f"a first write passed both ways; {reason}")
 
-    def _make_rdma_link(self, sock: socket.socket, peer: NodeInfo, epoch: int) -> rdma.RdmaLink:
+    def _dial_rdma_again(self, index: int, rails: tuple[str, ...], least_rails: int) -> rdma.RdmaLink:
+        peer = self._peers.get(index)
+        if peer is None:
+            raise StallError(f"node {index} is no peer any more")
+        n_rails = len(self._rails.towards_again(peer.address, rails))
+        if n_rails < least_rails:
+            raise rdma.NoRdmaError(f"{n_rails} ports can be used here, {least_rails} are needed")
+        now = time.monotonic()
+        sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=index, number=handshake.STREAM,
+                                  epochs=self._epochs, deadline=now + _RETURN_CONNECT_S, link=1,
+                                  encryption=self._encryption)
+        return self._make_rdma_link(sock, peer, epoch, partial(self._rails.towards_again, peer.address, rails),
+                                    now + _RETURN_S, least_rails)
+
+    def _make_rdma_link(self, sock: socket.socket, peer: NodeInfo, epoch: int, rails: Callable[[], list[PeerRail]],
+                        deadline: float, least_rails: int = 1) -> rdma.RdmaLink:
         settings = self._settings
         tcp.end_when_silent(sock, settings.lease_s)
         return handshake.make_link(
-            sock, peer.index, lambda: self._rails_towards(peer), n_pairs=self._rails.n_pairs,
-            n_nodes=self._n_nodes_with(peer.index), epoch=epoch, n_slots=MAX_PARTS, limits=limits(settings),
-            deadline=self._deadline)
-
-    def _rails_towards(self, peer: NodeInfo) -> list[Rail]:
-        return self._rails.towards(peer.address, len(self._peers), opens=peer.index in self._first)
+            sock, peer.index, rails, n_pairs=self._rails.n_pairs, n_nodes=self._n_nodes_with(peer.index), epoch=epoch,
+            n_slots=MAX_PARTS, limits=limits(settings), deadline=deadline, least_rails=least_rails)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
         """Return why *peer* is reached by tcp and not by rdma; raise if the setting requires rdma."""
@@ -480,11 +520,12 @@ class Peering:
         if hello.stream in (SHUTDOWN_STREAM, PROBE_STREAM):
             sock.close()
             return
+        if hello.stream == handshake.STREAM:
+            accept_rdma = self._accept_rdma_again if hello.link else self._accept_rdma
+            accept_rdma(sock, hello.peer, hello.epoch)
+            return
         if hello.link > 0 or hello.stream == RECONNECT_STREAM:
             self.reconnector.accept(sock, greeted)
-            return
-        if hello.stream == handshake.STREAM:
-            self._accept_rdma(sock, hello.peer, hello.epoch)
             return
         with self._lock:
             half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer, epoch=hello.epoch))
@@ -519,7 +560,9 @@ class Peering:
         self._rdma_handshakes[index] = threading.current_thread()
         reason = shm_objection(self._settings) or "it found no shared memory with this node"
         try:
-            self.offer(self._make_rdma_link(sock, peer, epoch), f"a first write passed both ways; {reason}")
+            rails = partial(self._rails.towards, peer.address, len(self._peers), opens=index in self._first)
+            link = self._make_rdma_link(sock, peer, epoch, rails, self._deadline)
+            self.offer(link, f"a first write passed both ways; {reason}")
         except (BpsError, OSError) as exc:
             try:
                 self._objections[index] = self._without_rdma(peer, reason, exc)
@@ -529,6 +572,21 @@ class Peering:
                     return
                 self.error = self.error or error
                 self._tell_all()
+
+    def _accept_rdma_again(self, sock: socket.socket, index: int, epoch: int) -> None:
+        """Make an RDMA link with a node that the job reaches already; the peer tries again if that fails."""
+        peer, wanted = self._peers.get(index), self.rdma_returns.wanted(index)
+        if self._closed or peer is None or wanted is None:
+            log.debug("refused a connection for RDMA of node %d: no link is wanted now", index)
+            sock.close()
+            return
+        try:
+            rails = partial(self._rails.towards_again, peer.address, wanted[0])
+            link = self._make_rdma_link(sock, peer, epoch, rails, time.monotonic() + _RETURN_S, wanted[1])
+        except (BpsError, OSError) as exc:
+            log.debug("no RDMA link to node %d yet: %s", index, exc)
+        else:
+            self.rdma_returns.offer(index, link)
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()

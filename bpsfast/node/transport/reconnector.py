@@ -154,6 +154,27 @@ class Reconnector:
             pair.failure, pair.is_requested = pair.failure or why, False
             self._changed.notify_all()
 
+    def cancel(self, index: int) -> None:
+        """Seek no link to node *index* any more: tcp is not used. Attempts that are under way come to nothing."""
+        with self._changed:
+            pair = self._pairs[index]
+            self._drop(index)
+            pair.newest += 1
+            pair.made, pair.awaited, pair.is_requested = pair.newest, None, False
+            self._close_half(pair)
+            self._changed.notify_all()
+
+    def newest(self, index: int) -> int:
+        """Return the number of the last link to node *index* that was tried."""
+        with self._changed:
+            return self._pairs[index].newest
+
+    def resumed(self, index: int, newest_there: int) -> None:
+        """Give the link of another kind, which is used now, the next number on both sides: later requests name it."""
+        with self._changed:
+            pair = self._pairs[index]
+            pair.made = pair.newest = max(pair.newest, newest_there) + 1
+
     def requested(self) -> list[int]:
         """Return the nodes that have closed their side of the link; until `seek`."""
         with self._changed:
@@ -254,6 +275,8 @@ class Reconnector:
                 link.take(stream, sock, seals_of(secret, dialled=True) if self._encryption.covers(sock) else None)
             try:
                 link.awaited_there = self._receive_awaited(link)
+                if not self._is_wanted(pair, awaited):
+                    raise StallError(f"link {number} came too late")
                 self._send_awaited(link, awaited())
             except (BpsError, OSError):
                 pair.heard = max(pair.heard, time.monotonic() - self._lease_s / 2)  # or the kernel would have ended it

@@ -290,14 +290,14 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 
 
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epochs: Epochs, deadline: float,
-            pid: int = 0, encryption: Encryption = Encryption.NONE) -> tuple[socket.socket, int]:
+            pid: int = 0, link: int = 0, encryption: Encryption = Encryption.NONE) -> tuple[socket.socket, int]:
     """Open one authenticated connection with the stream *number*; return it, and the epoch of its handshake.
 
-    Same errors as `dial`. *pid*: see `StreamHello`. Both ends must agree on *encryption*, but this connection carries
-    nothing that needs it.
+    Same errors as `dial`. *pid*, *link*: see `StreamHello`. Both ends must agree on *encryption*, but this connection
+    carries nothing that needs it.
     """
     sock = _reach(address, peer, deadline)
-    hello = security.StreamHello(peer=mine, stream=number, epoch=epochs.known, pid=pid,
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epochs.known, pid=pid, link=link,
                                  encrypted=encryption.covers(sock))
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))

@@ -3,6 +3,7 @@
     rails        the devices of this node: opened once, all segments registered with each (after a check of limits)
     handshake    over one authenticated connection: offers, queue pairs, a write each way that proves them
     link         the queue pairs to one peer, and what each side knows of the other's slots
+    returns      makes links again to peers whose link has failed
     failures     names the failures of a stream
 
 Nothing is exchanged in steady state: addresses and keys are sent to the peer once per generation, before `Ready`. The
@@ -13,6 +14,16 @@ from __future__ import annotations
 from .failures import NoDeviceError, NoRdmaError
 from .link import QueuePairFullError, RdmaLink
 from .rails import Rails
-from .rdma_messages import PeerSlots
+from .rdma_messages import LinkClosed, LinkResumed, LinkTaken, PeerSlots
 
-__all__ = ["NoDeviceError", "NoRdmaError", "PeerSlots", "QueuePairFullError", "Rails", "RdmaLink"]
+__all__ = [
+    "LinkClosed",
+    "LinkResumed",
+    "LinkTaken",
+    "NoDeviceError",
+    "NoRdmaError",
+    "PeerSlots",
+    "QueuePairFullError",
+    "Rails",
+    "RdmaLink",
+]

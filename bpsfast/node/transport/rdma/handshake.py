@@ -2,12 +2,14 @@
 
 The dialler opens one authenticated data connection with the stream number `STREAM`, which no tcp stream has; from then
 on both sides do the same. Any objection, on either side and at any step, is sent to the other, so both fail with the
-same error.
+same error. Of several rails those are used over which the test writes pass.
 """
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,8 +22,10 @@ from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, Sta
 from . import rdma_messages
 from .failures import NoRdmaError
 from .link import RailPath, RdmaLink
-from .rails import Rail
-from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaStep
+from .rails import PeerRail
+from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaProven, RdmaStep
+
+log = logging.getLogger("bpsfast.node")
 
 STREAM = 1000
 #: Timeout of one step, in which the peer does the same. A test includes all retries of an unanswered write.
@@ -30,16 +34,17 @@ PROOF_TIMEOUT_S = 10.0
 #: A receive request is always posted; a few pauses of 0.64 ms cover reordering by hardware.
 _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 
-M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
+M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep, RdmaProven)
 
 
 def make_link(
-    sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
-    n_slots: int, limits: Limits, deadline: float,
+    sock: socket.socket, peer: int, find: Callable[[], list[PeerRail]], *, n_pairs: int, n_nodes: int, epoch: int,
+    n_slots: int, limits: Limits, deadline: float, least_rails: int = 1,
 ) -> RdmaLink:
     """Make a link to node *peer* over the authenticated connection *sock*, which is owned by the link, or closed.
 
-    *find* returns this node's rails to the peer, or raises `NoRdmaError`. *deadline* in monotonic seconds. Blocks.
+    *find* returns this node's rails to the peer, or raises `NoRdmaError`. *deadline* in monotonic seconds. A link of
+    fewer than *least_rails* rails is not made. Blocks.
 
     Raises
     ------
@@ -51,7 +56,7 @@ def make_link(
     with contextlib.ExitStack() as undo:
         channel = undo.enter_context(MessageSocket(sock, rdma_messages.decode))
         talk = _Exchange(channel, peer, deadline)
-        rails: list[Rail] = []
+        rails: list[PeerRail] = []
 
         def our_offer() -> RdmaOffer:
             rails.extend(find())
@@ -59,7 +64,7 @@ def make_link(
                              n_pairs=n_pairs)
 
         theirs = talk.exchange(our_offer, RdmaOffer(version=rdma_messages.VERSION))
-        partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer)
+        partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer, least_rails)
         paths: list[RailPath] = []
 
         def our_pairs() -> RdmaPairs:
@@ -72,21 +77,38 @@ def make_link(
         if len(their_pairs) != len(paths):
             raise ProtocolError(f"node {peer} made {len(their_pairs)} queue pairs, {len(paths)} were agreed on")
 
+        proofs: list[bool] = []
+        errors: dict[int, OSError] = {}
+
         def connected() -> RdmaStep:
-            for path, (_, rail_there), there in zip(paths, partners, their_pairs):
-                _connect(path, rail_there, there)
+            for number, (path, (_, rail_there), there) in enumerate(zip(paths, partners, their_pairs)):
+                try:
+                    _connect(path, rail_there, there)
+                except OSError as exc:
+                    errors[number] = exc
+            if len(errors) == len(paths):
+                raise errors[0]
             return RdmaStep(step="connected")
 
-        def proven() -> RdmaStep:
-            for path in paths:
-                if not path.stream.prove(PROOF_TIMEOUT_S):
-                    raise NoRdmaError(_why_unproven(path, peer))
-            return RdmaStep(step="proven")
+        def proven() -> RdmaProven:
+            proofs.extend(_prove(paths, errors))
+            if not any(proofs):
+                raise NoRdmaError(_why_unproven(paths[0], peer, errors.get(0)))
+            return RdmaProven(pairs=tuple(number for number, is_proven in enumerate(proofs) if is_proven))
 
-        for step in (connected, proven):
-            talk.exchange(step, RdmaStep(step=step.__name__))
+        talk.exchange(connected, RdmaStep(step="connected"))
+        proven_there = talk.exchange(proven, RdmaProven()).pairs
+        used = [number for number, is_proven in enumerate(proofs) if is_proven and number in proven_there]
+        if len({paths[number].route.name for number in used}) < least_rails:
+            raise NoRdmaError(f"first writes passed both ways over {len(used)} of {len(paths)} queue pairs to node "
+                              f"{peer}: too few")
+        for number, path in enumerate(paths):
+            if number not in used:
+                log.warning("a rail to node %d is not used: %s", peer, _why_unproven(path, peer, errors.get(number)))
+                path.close()
         undo.pop_all()
-    return RdmaLink(peer, n_nodes, paths, channel)
+    rates = [min(paths[number].route.chosen.gbps, partners[number][1].gbps) for number in used]
+    return RdmaLink(peer, n_nodes, [paths[number] for number in used], channel, rates)
 
 
 class _Exchange:
@@ -102,7 +124,7 @@ class _Exchange:
         cause: Exception | None = None
         try:
             mine = make()
-        except (BpsError, OSError, MemoryError) as exc:
+        except (BpsError, OSError, MemoryError, ValueError) as exc:  # ValueError: the device was closed meanwhile
             cause = exc
             words = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
             mine = msgspec.structs.replace(blank, objection=words or type(exc).__name__)
@@ -131,27 +153,35 @@ class _Exchange:
         return min(STEP_TIMEOUT_S, max(0.1, self._deadline - time.monotonic()))
 
 
-def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> list[tuple[Rail, RailOffer]]:
+def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int,
+             least_rails: int) -> list[tuple[PeerRail, RailOffer]]:
     """Return the rails of each stream: ports pair up by position, and the streams take turns over them."""
     if theirs.version != rdma_messages.VERSION:
         raise NoRdmaError(f"node {peer} has version {theirs.version} of the RDMA handshake, this node "
                           f"{rdma_messages.VERSION}")
-    partners = list(zip(rails, theirs.rails))
+    ends = {each.position: each for each in theirs.rails}
+    offers = [(mine, mine.offer()) for mine in rails]
+    partners = [(mine, ends[ours.position]) for mine, ours in offers if ours.position in ends]
     for mine, there in partners:
         ours = mine.offer()
         if (ours.link_layer, ours.version) != (there.link_layer, there.version):
             raise NoRdmaError(f"{mine.name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
                               f"{there.device}/{there.port} ({there.link_layer}, GID {there.version}): choose GIDs of "
                               "one kind with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
-    if not partners or n_pairs < 1:
+    if not theirs.rails or n_pairs < 1:
         raise NoRdmaError(f"node {peer} offers no port")
+    if len(partners) < least_rails:
+        here, away = (", ".join(f"{each.device}/{each.port} (number {each.position})" for each in them)
+                      for them in ([ours for _, ours in offers], theirs.rails))
+        raise NoRdmaError(f"{len(partners)} ports have their counterpart on the other side, {least_rails} are needed: "
+                          f"{here} here, {away} on node {peer}")
     return partners * n_pairs
 
 
 def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
     path.pair.to_rtr(
-        pair.number, pair.psn, **path.rail.chosen.path(rail.link_layer, rail.lid, rail.gid),
-        mtu=min(rail.mtu, path.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
+        pair.number, pair.psn, **path.route.chosen.path(rail.link_layer, rail.lid, rail.gid),
+        mtu=min(rail.mtu, path.route.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
         traffic_class=path.rail.settings.rdma_traffic_class, sl=path.rail.settings.rdma_service_level,
     )
     # By default 0.54 s until a packet is sent again, six times: a peer or path fails after about four seconds.
@@ -159,9 +189,33 @@ def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
                      rnr_retry=_RNR_RETRY)
 
 
-def _why_unproven(path: RailPath, peer: int) -> str:
-    gid = path.rail.chosen.gid
+def _prove(paths: list[RailPath], errors: dict[int, OSError]) -> list[bool]:
+    """Return over which *paths* a first write passes; all are tried at once. Adds to *errors*, by number."""
+    proofs = [False] * len(paths)
+
+    def prove(number: int) -> None:
+        try:
+            proofs[number] = paths[number].stream.prove(PROOF_TIMEOUT_S)
+        except OSError as exc:
+            errors[number] = exc
+        except ValueError as exc:  # the stream was closed meanwhile
+            log.debug("%s", exc)
+
+    # Daemons: a node that ends does not wait for them.
+    threads = [threading.Thread(target=prove, args=(number,), daemon=True) for number in range(len(paths))
+               if number not in errors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return proofs
+
+
+def _why_unproven(path: RailPath, peer: int, error: OSError | None) -> str:
+    gid = path.route.chosen.gid
     came_from = f"{path.rail.name}, GID {gid.index} ({gid.version} {gid.address})" if gid else path.rail.name
+    if error is not None:
+        return f"queue pairs could not be connected from {came_from}: {error.strerror or error}"
     what = (path.describe(f"node {peer}") if path.stream.failure() is not None
-            else f"nothing came from node {peer} within {PROOF_TIMEOUT_S:g} s")
+            else f"nothing came from node {peer} within {PROOF_TIMEOUT_S:g} s, or nothing came there")
     return f"queue pairs were connected, but a first write did not pass from {came_from}: {what}"

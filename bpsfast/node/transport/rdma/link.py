@@ -3,16 +3,19 @@
     bind     this node expects a partition: a receive request is posted, and `announce` sends the address to the peer
     aim      the peer expects partitions at these addresses
     fence    nothing passes any more; `bound` and `awaited` tell what was to come, for the link that replaces this one
+    resumed  the message by which a link takes the place of another one: both sides bind first, then send it
 
-A partition always uses the same stream, on both sides and in both directions. `Rails` registers the memory of slots
+A partition always uses the same stream, on both sides and in both directions; of rails that are not equally fast, one
+that is twice as fast has twice as many partitions. `Rails` registers the memory of slots
 before it is bound, and keeps it until the link is closed.
 """
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +23,17 @@ from ....base.message_socket import MessageSocket
 from ....base.trace_records import Limits
 from ....orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ....pyx import rdma as native
+from ....pyx.dispatch import Dispatch
 from ....pyx.engine import Engine
 from ..links import WireLink
 from . import failures
-from .rails import Rail
-from .rdma_messages import PeerSlots, Slot
+from .rails import PeerRail, Rail
+from .rdma_messages import LinkResumed, PeerSlots, RdmaMessage, Slot
 
 log = logging.getLogger("bpsfast.node")
+
+#: Parts of the slowest rail's rate in which rates are compared.
+_STEPS = 8
 
 
 class QueuePairFullError(CapacityError):
@@ -41,14 +48,19 @@ class QueuePairFullError(CapacityError):
 class RailPath:
     """One queue pair over one rail, and its native stream. Owned by the link."""
 
-    rail: Rail
+    route: PeerRail
     pair: Any
     stream: native.Stream
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def rail(self) -> Rail:
+        return self.route.rail
+
     @classmethod
-    def over(cls, rail: Rail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
+    def over(cls, route: PeerRail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
         """Return a new one, in state INIT."""
+        rail = route.rail
         pair = rail.queue_pair()
         try:
             stream = native.Stream(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
@@ -58,11 +70,11 @@ class RailPath:
             pair.close()
             raise
         rail.join()
-        return cls(rail, pair, stream)
+        return cls(route, pair, stream)
 
     def describe(self, who: str) -> str:
         """Return why the stream has ended, as text."""
-        port = self.rail.port_now()  # first: it may notice the failure that caused the others
+        port = self.route.port_now()  # first: it may notice the failure that caused the others
         return failures.describe(self.stream.failure(), who, self.rail.name, port)
 
     def close(self) -> None:
@@ -78,20 +90,27 @@ class RailPath:
 
 
 class RdmaLink(WireLink):
-    """An established pair of nodes. For the control loop's thread."""
+    """An established pair of nodes. For the control loop's thread.
+
+    *rates*: that of each path's rail, the same on both sides (Gbit/s, 0: unknown; none given: all are equal).
+    """
 
     kind = "rdma"
     end_reason = "the connection of its rendezvous ended"
 
-    def __init__(self, index: int, n_nodes: int, paths: Sequence[RailPath], channel: MessageSocket) -> None:
+    def __init__(self, index: int, n_nodes: int, paths: Sequence[RailPath], channel: MessageSocket,
+                 rates: Sequence[float] = ()) -> None:
         self.index = index
         self.channel = channel
         self.n_nodes = n_nodes
         self._paths = list(paths)
+        self._turns = [self._paths[number] for number in turns_of(rates or [1.0] * len(paths))]
         self.streams = [path.stream for path in paths]
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
         self.bound = {}  # n_streams counts if tcp replaces this link
+        #: Generations up to this number need no `PeerSlots` of the peer.
+        self.covered = -1
         self._anew: dict[int, int] = {}  # parts bound after the link has ended -> their next round
         self.fenced = False
 
@@ -102,6 +121,9 @@ class RdmaLink(WireLink):
 
     def stream_of(self, part: int) -> native.Stream:
         return self._path(part).stream
+
+    def route(self, dispatch: Dispatch, source: int) -> None:
+        dispatch.route(source, [path.stream for path in self._turns], n_nodes=self.n_nodes)
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
@@ -149,9 +171,15 @@ class RdmaLink(WireLink):
         self.tell(PeerSlots(generation=generation, slots=tuple(self._fresh.values())))
         self._fresh.clear()
 
-    def aim(self, message: PeerSlots) -> None:
+    def resumed(self, generation: int, awaited: Mapping[int, int]) -> LinkResumed:
+        """Return the message that announces all bound parts: those up to *generation*; *awaited*: see there."""
+        slots, self._fresh = tuple(self._fresh.values()), {}
+        return LinkResumed(generation=generation, awaited=dict(awaited), slots=slots)
+
+    def aim(self, message: PeerSlots | LinkResumed) -> None:
         """Record where the peer expects the parts of one generation; ignored once the link is fenced."""
         self._n_exchanges += 1
+        self.covered = max(self.covered, message.generation)
         if self.fenced:
             return
         for slot in message.slots:
@@ -160,8 +188,10 @@ class RdmaLink(WireLink):
             except ValueError as exc:
                 raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
 
-    def tell(self, message: PeerSlots) -> None:
+    def tell(self, message: RdmaMessage) -> None:
         """Post *message*, if the peer is still there; the end of the channel tells when it has ended."""
+        if self.channel.fileno() < 0:
+            return
         try:
             self.channel.post(message)
         except PeerLostError:
@@ -181,6 +211,21 @@ class RdmaLink(WireLink):
                 path.close()
             except (OSError, BufferError) as exc:  # this stream is shut; the others have to be shut, too
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
+
+    @property
+    def rails(self) -> tuple[str, ...]:
+        """The names of the ports that carry it."""
+        return tuple(dict.fromkeys(path.rail.name for path in self._paths))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether all memory is registered with its rails."""
+        return not any(path.rail.is_closed for path in self._paths)
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a rail is open over which there may be another link to the peer."""
+        return not all(path.rail.is_closed for path in self._paths)
 
     @property
     def is_cut_off(self) -> bool:
@@ -204,4 +249,18 @@ class RdmaLink(WireLink):
         self.channel.close()
 
     def _path(self, part: int) -> RailPath:
-        return self._paths[part // self.n_nodes % len(self._paths)]
+        return self._turns[part // self.n_nodes % len(self._turns)]
+
+
+def turns_of(rates: Sequence[float]) -> list[int]:
+    """Return which path is used in each turn: all as often as their *rates* say, to an eighth of the slowest one.
+
+    Paths are equal if the rate of one is unknown (0). Turns of a path are spread evenly.
+    """
+    slowest = min(rates, default=0.0)
+    weights = [round(_STEPS * rate / slowest) if slowest else 1 for rate in rates]
+    divisor = math.gcd(*weights)
+    # the k-th of a path's w turns comes at (k + 1/2) / w of all
+    places = sorted(((k + 0.5) / weight, number) for number, each in enumerate(weights)
+                    for weight in (each // divisor,) for k in range(weight))
+    return [number for _, number in places]

@@ -1,6 +1,7 @@
 """The rails of one node: the RDMA ports it uses, each opened once, with all of its segments registered.
 
-No rail is opened once anything is registered: nodes that join later are reached by the open ones, or by tcp.
+No rail is opened once anything is registered: nodes that join later are reached by the open ones, or by tcp. A rail
+stays open when its last stream fails, because its port may come back; it is closed when its device is gone.
 
 A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
 all peers share it. Each segment is registered once, when it is made; remote writes are allowed to slots and results
@@ -20,7 +21,8 @@ import errno
 import logging
 import resource
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -48,6 +50,8 @@ LEAST_RECEIVES = 64
 #: Memory that must be lockable with transport=auto: the segments of a small model.
 LEAST_FOR_AUTO = 1 << 30
 _CAP_IPC_LOCK = 14
+#: How long what is known of the ports counts, once a link is sought again.
+_FACTS_LAST_S = 1.0
 
 
 class Depths(NamedTuple):
@@ -140,6 +144,8 @@ class Registered(NamedTuple):
 class Rail:
     """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of streams over it.
 
+    The GID that a peer is reached from is the peer's (`PeerRail`): a port may have one for each of several subnets.
+
     Its thread runs on *cores* only, if there are any. *pkey_row*: the row of the port's table of partition keys.
 
     Raises `OSError` or `CapacityError` if the device cannot be opened, or its queues are too short for *n_peers* peers
@@ -149,11 +155,14 @@ class Rail:
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
                  cores: frozenset[int] = frozenset(), pkey_row: int = 0) -> None:
         self.verbs = verbs
-        self.chosen = chosen
+        self.device_name = chosen.device
+        self.port_number = chosen.port
+        self.position = chosen.position
         self.settings = settings
         self.name = chosen.name
         self._pkey_row = pkey_row
         self.users = 0
+        self.is_closed = False
         self._users_lock = threading.Lock()
         self.registered: list[Registered] = []
         with contextlib.ExitStack() as undo:
@@ -170,25 +179,14 @@ class Rail:
             undo.callback(self.native.close)
             self._undo = undo.pop_all()
 
-    def offer(self) -> RailOffer:
-        """Return the description of the port for a peer."""
-        gid = self.chosen.gid
-        return RailOffer(device=self.chosen.device, port=self.chosen.port, link_layer=self.port["link_layer"],
-                         gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
-                         mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
-
-    def port_now(self) -> PortNow:
-        """Return the present state of the port, including events that the device has reported."""
-        gid, error_ns = self.chosen.gid, 0
+    @property
+    def is_gone(self) -> bool:
+        """Whether the device was reset, unplugged, or has lost its driver: nothing can be done with it any more."""
         try:
-            self.native.look()
-            error_ns = self.native.port_error_ns
-            port = self.device.port(self.chosen.port)
-            return PortNow(str(port["state"]), port["lid"] == self.port["lid"],
-                           port["link_layer"] != "Ethernet" or gid is None
-                           or self.device.gid(self.chosen.port, gid.index) == gid.value, error_ns)
-        except (OSError, ValueError):
-            return PortNow("gone with its device", error_ns=error_ns)
+            self.device.port(self.port_number)
+            return self.device_name not in self.verbs.devices()
+        except OSError:
+            return True
 
     def queue_pair(self) -> Any:
         """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
@@ -200,9 +198,9 @@ class Rail:
             if not inline_nbytes or exc.errno not in (errno.EINVAL, errno.ENOMEM):
                 raise
             raise CapacityError(f"{exc.strerror}; BPSFAST_RDMA_INLINE_BYTES={inline_nbytes} may be more than "
-                                f"{self.chosen.device} carries inline: lower it") from exc
+                                f"{self.device_name} carries inline: lower it") from exc
         try:
-            pair.to_init(self.chosen.port, pkey_index=self._pkey_row)
+            pair.to_init(self.port_number, pkey_index=self._pkey_row)
         except BaseException:
             pair.close()
             raise
@@ -234,7 +232,52 @@ class Rail:
 
     def close(self) -> None:
         """Deregister and close everything. BufferError while streams are open. Idempotent."""
+        self.is_closed = True
         self._undo.close()
+
+
+class PeerRail(NamedTuple):
+    """A rail towards one peer: *chosen* has the GID that reaches it, *port* what the device says of its port now."""
+
+    rail: Rail
+    chosen: rdma_route.Rail
+    port: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.rail.name
+
+    def offer(self) -> RailOffer:
+        """Return the description of the port for the peer."""
+        rail, gid, port = self.rail, self.chosen.gid, self.port
+        return RailOffer(device=rail.device_name, port=rail.port_number, link_layer=port["link_layer"],
+                         gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=port["lid"],
+                         mtu=min(port["active_mtu"], rail.settings.rdma_mtu or port["active_mtu"]),
+                         position=rail.position, gbps=self.chosen.gbps)
+
+    def port_now(self) -> PortNow:
+        """Return the present state of the port, including events that the device has reported."""
+        rail, gid, error_ns = self.rail, self.chosen.gid, 0
+        try:
+            rail.native.look()
+            error_ns = rail.native.port_error_ns
+            port = rail.device.port(rail.port_number)
+            return PortNow(str(port["state"]), port["lid"] == self.port["lid"],
+                           port["link_layer"] != "Ethernet" or gid is None
+                           or rail.device.gid(rail.port_number, gid.index) == gid.value, error_ns)
+        except (OSError, ValueError):
+            return PortNow("gone with its device", error_ns=error_ns)
+
+
+@contextlib.contextmanager
+def _as_no_rdma() -> Iterator[None]:
+    """Turn errors that are reasons against RDMA into `NoRdmaError`."""
+    try:
+        yield
+    except NoRdmaError:
+        raise
+    except (BpsError, OSError) as exc:
+        raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
 
 
 class Rails:
@@ -249,8 +292,11 @@ class Rails:
         self.n_pairs = settings.rdma_queue_pairs
         self._settings = settings
         self._host = Host()
+        self._read_host: Callable[[], Host] = Host
+        self._read_at = float("-inf")
         self._least_nbytes = least_nbytes
         self._limit: int | None = None
+        self._facts_lock = threading.Lock()  # taken before the other one
         self._lock = threading.Lock()
         self._open: dict[str, Rail] = {}
         self._locked_nbytes = self._n_segments = self._n_registrations = 0
@@ -259,63 +305,90 @@ class Rails:
     @property
     def devices(self) -> tuple[str, ...]:
         """The RDMA devices that reach peers."""
-        return tuple(rail.chosen.device for rail in self._open.values())
+        return tuple(rail.device_name for rail in self._open.values())
 
     @property
     def used(self) -> bool:
-        """Whether RDMA reaches any peer."""
+        """Whether memory is registered for RDMA."""
         return bool(self._open)
 
-    def towards(self, address: str | None, n_peers: int, *, opens: bool = True) -> list[Rail]:
+    def towards(self, address: str | None, n_peers: int, *, opens: bool = True) -> list[PeerRail]:
         """Return the opened rails that lead to *address* ("host:port"; None: in general), of a job of *n_peers* peers.
 
-        Not *opens*: only rails that are in use. Memory is already registered with each, possibly more than could be
+        Not *opens*: only rails that are open. Memory is already registered with each, possibly more than could be
         registered with another one, and running transfers cannot wait for that.
 
         Raises `NoRdmaError` with the reason: no device, no usable port, a setting that names none, no library, no room
         in the device's queues or in the memory that may be locked.
         """
         settings = self._settings
-        try:
-            with self._lock:  # around everything: the facts about this machine are read once
-                host = self._host
-                if settings.nic_limit:
-                    raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
-                if not host.ports:
-                    raise NoDeviceError("there is no RDMA device here")
-                peer = rdma_route.peer_address(host, parse_address(address, "a node")[0]) if address else None
-                chosen = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
-                                      peer=peer).require()
+        with _as_no_rdma(), self._facts_lock:  # around everything: the facts about this machine are read once
+            host = self._host
+            if settings.nic_limit:
+                raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
+            if not host.ports:
+                raise NoDeviceError("there is no RDMA device here")
+            peer = rdma_route.peer_address(host, parse_address(address, "a node")[0]) if address else None
+            chosen = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
+                                  peer=peer).require()
+            with self._lock:
                 if self._closed:
                     raise NoRdmaError("the node is closing")
-                unused = [each.name for each in chosen
-                          if each.name not in self._open or not self._open[each.name].users]
+                unused = [each.name for each in chosen if each.name not in self._open]
                 if unused and not opens:
                     raise NoRdmaError(f"no peer was reached by {', '.join(unused)} when the job began, so no memory is "
                                       "registered there")
                 self._limit = lockable_nbytes()
                 require_lockable(self._least_nbytes, 0, len(chosen), "a node", self._limit)
                 return [self._opened(each, n_peers) for each in chosen]
-        except NoRdmaError:
-            raise
-        except (BpsError, OSError) as exc:
-            raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
+
+    def towards_again(self, address: str, names: Collection[str]) -> list[PeerRail]:
+        """Return those of the rails *names*, which led to *address*, that are open and can be used now.
+
+        Ports are looked at anew. Raises `NoRdmaError` if there is none, with the reason for each.
+        """
+        with self._lock:
+            rails = [rail for name, rail in self._open.items() if name in names]
+        found, reasons = [], []
+        with _as_no_rdma(), self._facts_lock:
+            if time.monotonic() - self._read_at > _FACTS_LAST_S:
+                self._host, self._read_at = self._read_host(), time.monotonic()
+            peer = rdma_route.peer_address(self._host, parse_address(address, "a node")[0])
+            for rail in rails:
+                exactly = f"={rail.device_name}:{rail.port_number}"
+                try:
+                    [chosen] = rdma_route.choose(self._host, devices=exactly, peer=peer,
+                                            gid_index=self._settings.rdma_gid_index).require()
+                    found.append(PeerRail(rail, chosen, rail.device.port(rail.port_number)))
+                except (BpsError, OSError, ValueError) as exc:  # ValueError: the rail is closed meanwhile
+                    reasons.append(str(exc))
+        if not found:
+            raise NoRdmaError("; ".join(reasons) or f"{', '.join(names)} are closed: their devices are gone")
+        return found
 
     def settle(self) -> None:
-        """Close the rails that no peer uses: nothing more is registered with them."""
+        """Close the rails that no peer uses: the job begins, and nothing more is registered with them."""
         with self._lock:
-            for name in [name for name, rail in self._open.items() if not rail.users]:
-                try:
-                    self._open.pop(name).close()
-                except (OSError, BufferError) as exc:  # it is not needed any more
-                    log.warning("rail %s stays open: %s", name, exc)
+            self._shut([name for name, rail in self._open.items() if not rail.users])
+
+    def close_gone(self) -> None:
+        """Close the rails whose device is gone and that no stream uses; others wait for their port."""
+        with self._lock:
+            self._shut([name for name, rail in self._open.items() if not rail.users and rail.is_gone])
+
+    def _shut(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                self._open.pop(name).close()
+            except (OSError, BufferError) as exc:  # it is not needed any more
+                log.warning("rail %s stays open: %s", name, exc)
 
     def require(self, nbytes: int, purpose: str) -> None:
         """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
         if self._open:
             require_lockable(nbytes, self._locked_nbytes, len(self._open), purpose, self._limit)
         for rail in self._open.values():
-            require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
+            require_regions(self._n_segments, rail.device_name, rail.attributes, nbytes)
 
     def register(self, kind: str, segment: Segment | Shadow) -> None:
         """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.
@@ -325,18 +398,28 @@ class Rails:
 
         Raises `CapacityError` if a device refuses; it is then registered with none.
         """
-        made: list[Any] = []
+        made: list[tuple[Rail, Any]] = []
+        with self._lock:
+            rails = list(self._open.values())
         try:
-            for rail in self._open.values():
-                made.append(self._region(rail, segment, kind in _WRITTEN_BY_PEERS))
+            for rail in rails:
+                try:
+                    made.append((rail, self._region(rail, segment, kind in _WRITTEN_BY_PEERS)))
+                except OSError as exc:
+                    if rail.users:
+                        raise
+                    # nothing needs it now: its peers stay with tcp
+                    log.warning("rail %s is not used again, it refuses memory: %s", rail.name, exc.strerror)
+                    with self._lock:
+                        self._shut([rail.name])
             if isinstance(segment, Shadow):
                 segment.shut()
         except OSError as exc:
-            for region in made:
+            for _, region in made:
                 region.close()
             raise CapacityError(f"a segment of {segment.nbytes} bytes for {kind}s cannot be registered for RDMA beside "
                                 f"{self._locked_nbytes} bytes in {self._n_segments} segments: {exc.strerror}") from exc
-        for rail, region in zip(self._open.values(), made):
+        for rail, region in made:
             rail.adopt(region)
         self._n_registrations += len(made)
         if not isinstance(segment, Shadow) or segment.maps:
@@ -372,11 +455,12 @@ class Rails:
                 except OSError as exc:  # the others have to be closed, too
                     log.warning("rail %s was not closed in order: %s", name, exc)
 
-    def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> Rail:
+    def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> PeerRail:
         if chosen.name not in self._open:
             settings = self._settings
             row = pkey_index(self._host.pkeys(chosen.device, chosen.port), settings.rdma_pkey, chosen.name)
             self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
                                            device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed),
                                            row)
-        return self._open[chosen.name]
+        rail = self._open[chosen.name]
+        return PeerRail(rail, chosen, rail.port)

@@ -1,11 +1,17 @@
 """The messages by which two nodes set up RDMA, over a connection of their own; none is sent in steady state.
 
-    both   RdmaOffer       the ports to use, or why there are none
-    both   RdmaPairs       numbers of the queue pairs, in the order of the streams
-    both   RdmaStep        "connected", then "proven": a step is done, or why it is not
-    both   PeerSlots       once per generation: where the other writes
+    both      RdmaOffer    the ports to use, or why there are none
+    both      RdmaPairs    numbers of the queue pairs, in the order of the streams
+    both      RdmaStep     "connected": the step is done, or why it is not
+    both      RdmaProven   the queue pairs over which a first write has passed
+    both      PeerSlots    once per generation: where the other writes
 
-All but `PeerSlots` may carry an objection, which ends the attempt on both sides with the same error.
+The first four may carry an objection, which ends the attempt on both sides with the same error. Of a link that takes
+the place of another one there are also:
+
+    acceptor  LinkTaken    the acceptor's control loop has the link: it may be used
+    both      LinkResumed  the sender has closed the old link: what it awaits, and where
+    both      LinkClosed   on the old link, if no tcp link takes its place: the sender has closed it
 """
 from __future__ import annotations
 
@@ -15,11 +21,14 @@ from ....orchestration import messages
 from ....orchestration.errors import DECODE_ERRORS, ProtocolError
 
 #: Rises whenever a field changes its meaning.
-VERSION = 1
+VERSION = 2
 
 
 class RailOffer(messages.Record):
-    """One port: `gid` is empty on InfiniBand without a table, `version` v1, v2 or IB; `mtu` in bytes."""
+    """One port: `gid` is empty on InfiniBand without a table, `version` v1, v2 or IB; `mtu` in bytes.
+
+    Ports of the same `position` are the two ends of a rail. `gbps`: its rate in Gbit/s, 0 if unknown.
+    """
 
     device: str
     port: int
@@ -28,10 +37,12 @@ class RailOffer(messages.Record):
     version: str
     lid: int
     mtu: int
+    position: int = 0
+    gbps: float = 0.0
 
 
 class RdmaOffer(messages.Message):
-    """The ports that reach the receiver, in the order in which they pair up; `n_pairs` queue pairs on each."""
+    """The ports that reach the receiver; `n_pairs` queue pairs on each."""
 
     version: int
     rails: tuple[RailOffer, ...] = ()
@@ -60,6 +71,13 @@ class RdmaStep(messages.Message):
     objection: str = ""
 
 
+class RdmaProven(messages.Message):
+    """The queue pairs, by their place in `RdmaPairs`, over which a first write has passed in both directions."""
+
+    pairs: tuple[int, ...] = ()
+    objection: str = ""
+
+
 class Slot(messages.Record):
     """Where the receiver writes `part`: addresses for even and odd rounds, the key of that memory, bytes.
 
@@ -81,7 +99,31 @@ class PeerSlots(messages.Message):
     slots: tuple[Slot, ...]
 
 
-_DECODER = msgspec.msgpack.Decoder(RdmaOffer | RdmaPairs | RdmaStep | PeerSlots)
+class LinkTaken(messages.Message):
+    """The sender's control loop has the new link, on which this comes: the receiver may change over to it."""
+
+
+class LinkResumed(messages.Message):
+    """The sender has closed the old link and receives over the new one, on which this comes.
+
+    `awaited`: part -> the round that has not arrived over the old link. `slots`: where the receiver writes, of every
+    part that is bound: generations up to number `generation` need no `PeerSlots`. `link`: number of the last link that
+    the sender has tried.
+    """
+
+    generation: int
+    awaited: dict[int, int]
+    slots: tuple[Slot, ...]
+    link: int = 0
+
+
+class LinkClosed(messages.Message):
+    """The sender has closed the link on which this comes, and waits for another one by RDMA."""
+
+
+RdmaMessage = RdmaOffer | RdmaPairs | RdmaStep | RdmaProven | PeerSlots | LinkTaken | LinkResumed | LinkClosed
+
+_DECODER = msgspec.msgpack.Decoder(RdmaMessage)
 
 
 def decode(data: bytes) -> messages.Message:

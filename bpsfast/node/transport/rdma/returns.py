@@ -1,0 +1,150 @@
+"""Makes RDMA links again to peers whose RDMA link has failed; the job goes on by tcp meanwhile.
+
+The node that dials the pair tries again and again, in a thread for each such peer; the other node accepts. A link is
+made as at the start, with a first write each way, and then waits here: `Reconnects` changes over to it.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .link import RdmaLink
+
+log = logging.getLogger("bpsfast.node")
+
+#: Between two attempts while nothing else connects the pair.
+URGENT_PAUSE_S = 0.5
+#: The pause before the first attempt; each failed attempt doubles it.
+FIRST_PAUSE_S = 1.0
+_MOST_PAUSE_S = 8.0
+_JOIN_S = 1.0
+
+
+@dataclass
+class _Return:
+    """A peer to which an RDMA link is wanted, over *least_rails* of *rails* or more. `link`: the one that was made."""
+
+    rails: tuple[str, ...]
+    least_rails: int
+    pause_s: float
+    is_urgent: bool
+    link: RdmaLink | None = field(default=None)
+
+
+class RdmaReturns:
+    """The peers of one node that RDMA is to reach again. Any thread.
+
+    *dial*: makes a link to a node, over at least so many of these rails, or raises; called in threads.
+    *notify*: called from any thread when `take` has something new.
+    """
+
+    def __init__(self, dial: Callable[[int, tuple[str, ...], int], RdmaLink], notify: Callable[[], None]) -> None:
+        self._dial = dial
+        self._notify = notify
+        self._changed = threading.Condition()
+        self._wanted: dict[int, _Return] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def seek(self, index: int, rails: tuple[str, ...], least_rails: int, *, dials: bool, pause_s: float = FIRST_PAUSE_S,
+             is_urgent: bool = False) -> None:
+        """Seek a link to node *index*, over *least_rails* or more of *rails*, until `stop`; this node *dials* or waits.
+
+        The first attempt comes after *pause_s* seconds, at once if *is_urgent*: then nothing else connects the pair.
+        """
+        self.stop(index)
+        with self._changed:
+            if self._closed:
+                return
+            wanted = self._wanted[index] = _Return(rails, least_rails, 0.0 if is_urgent else pause_s, is_urgent)
+            if dials:
+                thread = threading.Thread(target=self._run, args=(index, wanted), name="bpsfast-rdma-return",
+                                          daemon=True)
+                self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+                thread.start()
+
+    def seeks(self, index: int | None = None) -> bool:
+        """Whether a link to node *index* is wanted, or made and not taken (None: to any node)."""
+        with self._changed:
+            return bool(self._wanted) if index is None else index in self._wanted
+
+    def wanted(self, index: int) -> tuple[tuple[str, ...], int] | None:
+        """Return the rails of a link to node *index*, and how many it needs at least; None if no link is wanted now."""
+        with self._changed:
+            wanted = self._wanted.get(index)
+            return (wanted.rails, wanted.least_rails) if wanted is not None and wanted.link is None else None
+
+    def offer(self, index: int, link: RdmaLink) -> None:
+        """Keep *link*, which is made, for `take`; close it if it is not wanted any more."""
+        with self._changed:
+            wanted = self._wanted.get(index)
+            if wanted is not None and wanted.link is None and len(link.rails) >= wanted.least_rails:
+                wanted.link = link
+        if wanted is not None and wanted.link is link:
+            self._notify()
+        else:
+            link.close()
+
+    def links(self) -> list[RdmaLink]:
+        """Return the links that are made and were not taken. They stay this object's until `take`."""
+        with self._changed:
+            return [wanted.link for wanted in self._wanted.values() if wanted.link is not None]
+
+    def take(self, index: int) -> RdmaLink | None:
+        """Hand over the link to node *index*, if one is made; no other one is sought."""
+        with self._changed:
+            wanted = self._wanted.get(index)
+            if wanted is None or wanted.link is None:
+                return None
+            del self._wanted[index]
+            self._changed.notify_all()
+            return wanted.link
+
+    def drop(self, index: int) -> None:
+        """Close the link to node *index* that was made and has ended; seek another one."""
+        with self._changed:
+            wanted = self._wanted.get(index)
+            link = wanted.link if wanted is not None else None
+            if wanted is not None:
+                wanted.link = None
+                self._changed.notify_all()
+        if link is not None:
+            link.close()
+
+    def stop(self, index: int) -> None:
+        """Seek no link to node *index* any more; close one that was not taken."""
+        with self._changed:
+            wanted = self._wanted.pop(index, None)
+            self._changed.notify_all()
+        if wanted is not None and wanted.link is not None:
+            wanted.link.close()
+
+    def close(self) -> None:
+        """Stop all. A thread that is dialling ends with the process. Idempotent."""
+        with self._changed:
+            self._closed = True
+            indices = list(self._wanted)
+        for index in indices:
+            self.stop(index)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    def _run(self, index: int, wanted: _Return) -> None:
+        while self._wait(index, wanted):
+            try:
+                link = self._dial(index, wanted.rails, wanted.least_rails)
+            except Exception as exc:  # also of a device that is closed meanwhile: another one may lead there
+                log.debug("no RDMA link to node %d yet: %r", index, exc)
+                wanted.pause_s = URGENT_PAUSE_S if wanted.is_urgent else min(2 * max(wanted.pause_s, FIRST_PAUSE_S),
+                                                                            max(wanted.pause_s, _MOST_PAUSE_S))
+            else:
+                self.offer(index, link)
+
+    def _wait(self, index: int, wanted: _Return) -> bool:
+        """Wait for the next attempt; return whether there is to be one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wanted.get(index) is not wanted, wanted.pause_s)
+            self._changed.wait_for(lambda: self._wanted.get(index) is not wanted or wanted.link is None)
+            return self._wanted.get(index) is wanted

@@ -1,0 +1,101 @@
+"""RDMA links that are sought while tcp goes on: tried again, kept until they are taken, closed if nobody wants them."""
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from bpsfast.node.transport.rdma import NoRdmaError, returns
+from bpsfast.node.transport.rdma.returns import RdmaReturns
+
+WAIT_S = 20.0
+RAILS = ("mlx5_0/1", "mlx5_1/1")
+
+
+class Link:
+    """What `RdmaReturns` knows of a link."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.rails = RAILS
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Node:
+    """The returns of one node, whose attempts end as the test says."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue[Link | Exception] = queue.Queue()
+        self.asked: queue.Queue[tuple[int, tuple[str, ...], int]] = queue.Queue()
+        self.news: queue.Queue[None] = queue.Queue()
+        self.returns = RdmaReturns(self._dial, lambda: self.news.put(None))
+
+    def _dial(self, index: int, rails: tuple[str, ...], least_rails: int) -> Link:
+        self.asked.put((index, rails, least_rails))
+        answer = self.answers.get(timeout=WAIT_S)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def node(no_leaks, monkeypatch):
+    monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(returns, "URGENT_PAUSE_S", 0.01)
+    made = Node()
+    yield made
+    made.answers.put(NoRdmaError("the end"))
+    made.returns.close()
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_a_link_is_tried_until_it_is_made_and_kept_until_it_is_taken(is_urgent, node):
+    node.returns.seek(0, RAILS, 2, dials=True, pause_s=0.01, is_urgent=is_urgent)
+    assert node.returns.wanted(0) == (RAILS, 2) and node.returns.wanted(1) is None
+    link = Link(0)
+    for answer in (NoRdmaError("the port is DOWN"), ValueError("the device is closed"), link):
+        assert node.asked.get(timeout=WAIT_S) == (0, RAILS, 2)
+        node.answers.put(answer)
+    node.news.get(timeout=WAIT_S)
+    assert node.returns.links() == [link] and node.returns.wanted(0) is None and node.returns.seeks(0)
+    assert node.returns.take(0) is link and node.returns.take(0) is None
+    assert not node.returns.links() and not node.returns.seeks() and not link.closed.is_set()
+
+
+def test_a_link_that_ends_before_it_is_taken_is_sought_again(node):
+    node.returns.seek(0, RAILS, 1, dials=True, pause_s=0.01)
+    first, second = Link(0), Link(0)
+    for link in (first, second):
+        node.asked.get(timeout=WAIT_S)
+        node.answers.put(link)
+        node.news.get(timeout=WAIT_S)
+        if link is first:
+            node.returns.drop(0)
+            assert link.closed.is_set()
+    assert node.returns.take(0) is second
+
+
+def test_what_is_not_wanted_is_closed(node):
+    late = Link(1)
+    node.returns.offer(1, late)
+    assert late.closed.is_set()
+    node.returns.seek(1, RAILS, 1, dials=False)  # the other node dials
+    kept, double = Link(1), Link(1)
+    node.returns.offer(1, kept)
+    node.returns.offer(1, double)
+    assert double.closed.is_set() and node.returns.links() == [kept]
+    node.returns.seek(1, RAILS, 2, dials=False)
+    assert kept.closed.is_set() and not node.returns.links()
+    poor = Link(1)
+    poor.rails = RAILS[:1]
+    node.returns.offer(1, poor)  # of an attempt before
+    assert poor.closed.is_set()
+    node.returns.offer(1, last := Link(1))
+    node.returns.close()
+    assert last.closed.is_set()
+    node.returns.seek(1, RAILS, 1, dials=True)  # comes too late
+    assert node.asked.empty()
