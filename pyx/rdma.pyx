@@ -13,7 +13,7 @@ sight: they must not refer to the stream or rail that keeps them. After a fork t
 (ValueError) and release nothing.
 """
 cimport cython
-from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EINVAL, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
+from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EINVAL, EMSGSIZE, ENOMEM, ESHUTDOWN, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 

@@ -1,17 +1,23 @@
 /* RDMA arrivals: what a queue pair receives. Receive completion -> immediate checked against the bound slot -> a new
  * request -> arrived hook.
  *
- * The receive request is posted again before the arrival is reported: the peer's next write follows from that report,
- * so one request for each bound slot is always enough. Slots are bound after the proof has come, which takes a request
- * of its own.
+ * There is one receive request for each bound slot, up to max_receive, the length of the receive queue, so no number of
+ * slots exceeds it. The request is posted again before the arrival is reported: the peer's next write into the slot
+ * follows from that report, so with one request for each slot a write always finds one. With more slots than requests
+ * it still does, unless this thread is late: the peer has at most max_send writes without a completion, so to exhaust
+ * twice as many requests it must have had max_send completions and have sent as many writes again, while this thread
+ * has handled none. A write that finds no request is not lost: the card asks the peer's card to send it again later
+ * (RNR NAK), as often as it takes. Slots are bound after the proof has come, which takes a request of its own.
  */
 #pragma once
 
 #include "rdma_stream.h"
 
-/* Post receive requests until there are `wanted`. 0 or an errno. Under the stream's lock. */
-static inline int bps_rdma_receive(struct bps_rdma_stream *stream, uint32_t wanted)
+/* Post receive requests until there is one for each of n_slots, or max_receive of them. 0 or an errno. Under the
+ * stream's lock. */
+static inline int bps_rdma_receive(struct bps_rdma_stream *stream, uint32_t n_slots)
 {
+    uint32_t wanted = n_slots < stream->max_receive ? n_slots : stream->max_receive;
     while (stream->n_receives < wanted) {
         int rc = bps_post_recv_one(stream->qp, (uint64_t)stream->number << 32 | BPS_WRITE_RECEIVE, 0, 0, 0);
         if (rc != 0)
@@ -22,21 +28,20 @@ static inline int bps_rdma_receive(struct bps_rdma_stream *stream, uint32_t want
 }
 
 /* Let the peer write `nbytes` of `slot` at these addresses by parity. 0; ESHUTDOWN when the stream is closed, EAGAIN
- * while a receive request is still kept for the peer's proof, ENOSPC when the queue pair holds no more; an errno of the
- * provider. */
+ * while a receive request is still kept for the peer's proof; an errno of the provider. */
 static inline int bps_rdma_bind(struct bps_rdma_stream *stream, uint32_t slot, uint64_t even, uint64_t odd,
                                 uint64_t nbytes, uint32_t framed, uint32_t first_round)
 {
     pthread_mutex_lock(&stream->lock);
     struct bps_slot_in *in = &stream->in[slot];
-    uint32_t wanted = stream->n_bound + !in->bound;
+    uint32_t n_bound = stream->n_bound + !in->bound;
     int proven = bps_load(&stream->proof) & BPS_PROOF_RECEIVED;
-    int rc = stream->closing ? ESHUTDOWN : !proven ? EAGAIN : wanted > stream->max_receive ? ENOSPC : 0;
+    int rc = stream->closing ? ESHUTDOWN : !proven ? EAGAIN : 0;
     if (rc == 0 && !stream->lost) /* a lost stream takes no more requests, and its end is told already */
-        rc = bps_rdma_receive(stream, wanted);
+        rc = bps_rdma_receive(stream, n_bound);
     if (rc == 0) {
         *in = (struct bps_slot_in){{even, odd}, nbytes, first_round, 1, framed};
-        stream->n_bound = wanted;
+        stream->n_bound = n_bound;
     }
     pthread_mutex_unlock(&stream->lock);
     return rc;

@@ -65,7 +65,8 @@ struct bps_rdma_stream {
     struct bps_write *queue; /* a ring: in flight from `delivered`, waiting from `sent`, up to `posted` */
     uint64_t capacity, posted, sent, delivered;
     uint64_t patience_ns, silent_ns; /* how long nothing was delivered although something is in flight */
-    uint32_t n_bound, n_receives; /* receive requests that are posted; more than n_bound after an unbind */
+    uint32_t n_bound, n_receives; /* receive requests that are posted: at most max_receive, and more than n_bound only
+                                   * after an unbind */
     uint32_t proof, closing, lost, told;
     uint64_t proven_ns; /* when the peer's proof came, 0: not yet */
     struct bps_failure failure;

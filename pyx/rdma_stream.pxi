@@ -16,17 +16,18 @@ cdef class Stream:
     """One queue pair (its `handle`; in INIT at least) over *rail*; *keep* is held until `close`.
 
     *epoch* is stamped on every write and checked on every arrival. At most *max_send* writes are in the queue pair,
-    others wait in a ring of ours; at most *max_receive* slots may be bound. Writes up to *inline_nbytes* travel
-    inside the request; of writes that wait in a row, every *signal_every*-th asks for a completion. If none comes for
-    *patience_s* seconds, far longer than the queue pair itself tries, the stream has failed. One receive request
-    is posted at once, for the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
+    others wait in a ring of ours; at most *max_receive* receive requests are posted, for any number of slots. Writes
+    up to *inline_nbytes* travel inside the request; of writes that wait in a row, every *signal_every*-th asks for a
+    completion. If none comes for *patience_s* seconds, far longer than the queue pair sends an unanswered packet
+    again, the stream has failed: a peer that never posts receive requests is noticed by nothing else. One receive
+    request is posted at once, for the peer's `prove`. `bind`, `aim` and `post` from any thread once it is connected.
 
     Raises
     ------
     ValueError
         From `post`, `aim` and `bind`, if the slot is beyond *n_slots*, does not fit, or the stream is closed.
     OSError
-        ENOSPC from `bind` when *max_receive* slots are bound; else the errno of a post.
+        The errno of a post.
     """
 
     cdef bps_rdma_stream *stream
@@ -40,6 +41,8 @@ cdef class Stream:
                   uint32_t trace_last_round=0, keep=None):
         if signal_every < 1:
             raise ValueError("signal_every=0: nobody would learn that a write is delivered")
+        if max_send < 1 or max_receive < 1:
+            raise ValueError(f"max_send={max_send}, max_receive={max_receive}: nothing would ever be sent, or arrive")
         cdef bps_rdma_stream *stream = <bps_rdma_stream *>calloc(1, sizeof(bps_rdma_stream))
         if stream == NULL:
             raise MemoryError("stream")
@@ -141,8 +144,6 @@ cdef class Stream:
         self._refuse_closed(rc)
         if rc == EAGAIN:
             raise ValueError(f"slot {slot} is bound before the peer's proof has come")
-        if rc == ENOSPC:
-            raise OSError(rc, f"{stream.n_bound} slots are bound, the queue pair was made for {stream.max_receive}")
         if rc:
             raise OSError(rc, f"ibv_post_recv for slot {slot}: {os.strerror(rc)}")
 

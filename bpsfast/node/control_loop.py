@@ -55,9 +55,6 @@ class ControlLoop(Protocol):
     def run_with_heartbeats(self, work: Callable[[], T]) -> T:
         """Return what *work* returns, and send heartbeats meanwhile: it may take long."""
 
-    def leave_rdma(self, index: int, reason: str) -> bool:
-        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; whether that is possible."""
-
     def catch_up(self) -> None:
         """Handle everything that the scheduler has sent until now."""
 

@@ -342,9 +342,6 @@ class Node:
                 self._send_heartbeat()
         return future.result()
 
-    def leave_rdma(self, index: int, reason: str) -> bool:
-        return self._peers.leave_rdma(index, reason)
-
     def _send_heartbeat(self) -> None:
         self._ran_at = time.monotonic()
         if self._membership is not None and self._exit_code is None:

@@ -439,10 +439,6 @@ class Peers:
         if self._reconnects is not None:
             self._reconnects.forget(index)
 
-    def leave_rdma(self, index: int, reason: str) -> bool:
-        """Replace the RDMA link to node *index* by tcp because of *reason*; return whether that is possible."""
-        return self._reconnects is not None and self._reconnects.begin(index, reason)
-
     def await_slots(self, generation: int) -> None:
         """Wait until every peer has told where this node writes the parts of *generation*, which is to be committed.
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
@@ -15,11 +13,8 @@ from .local_ranks import LocalRanks
 from .owner_changes import OwnerTransfer
 from .runtime import NodeRuntime
 from .transport import TalkingLink
-from .transport.rdma import QueuePairFullError
 
 log = logging.getLogger("bpsfast.node")
-
-T = TypeVar("T")
 
 #: Between two checks whether what is under way has arrived.
 _POLL_S = 0.001
@@ -52,7 +47,7 @@ class Plans:
             self._early.append(plan)
             return
         try:
-            self._generation = self.make(lambda: self._runtime.installer.prepare(plan))
+            self._generation = self._node.run_with_heartbeats(lambda: self._runtime.installer.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(
@@ -60,18 +55,6 @@ class Plans:
             return
         self._check_after(self._timeout_s, plan)
         self._announce()
-
-    def make(self, work: Callable[[], T]) -> T:
-        """Return what *work*, which prepares, returns; heartbeats are sent meanwhile.
-
-        Peers whose queue pairs hold no more partitions are reached by tcp from then on, if transport=auto.
-        """
-        while True:
-            try:
-                return self._node.run_with_heartbeats(work)
-            except QueuePairFullError as exc:
-                if not self._node.leave_rdma(exc.index, str(exc)):
-                    raise
 
     def peer_message(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Handle a message of a peer: it may be the last one that Ready waited for."""

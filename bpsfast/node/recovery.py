@@ -96,7 +96,8 @@ class Recovery:
         if self._frozen is None or self._frozen.epoch != message.epoch:
             raise ProtocolError(f"the scheduler recovers in epoch {message.epoch}, for which this node is not frozen")
         try:
-            self._prepared = self._plans.make(lambda: self._runtime.installer.prepare_owner_change(message))
+            self._prepared = self._node.run_with_heartbeats(
+                lambda: self._runtime.installer.prepare_owner_change(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
                 generation=message.generation, reason=str(exc), ownable_nbytes=self._runtime.installer.ownable_nbytes,

@@ -24,17 +24,17 @@ MAX_RECEIVE = 16
 class Side:
     """One device with a rail, a queue pair and its stream, an engine as the stream's mailbox, and registered memory."""
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, *, n_slots: int = N_SLOTS, max_receive: int = MAX_RECEIVE, **options: Any) -> None:
         self.signal_every = options.get("signal_every", 1)
         self.device = verbs.Device(name)
         self.domain = verbs.ProtectionDomain(self.device)
-        self.queue = verbs.CompletionQueue(self.device, 2 * (MAX_SEND + MAX_RECEIVE), events=True)
-        self.pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=MAX_SEND, max_recv=MAX_RECEIVE,
+        self.queue = verbs.CompletionQueue(self.device, MAX_SEND + max_receive, events=True)
+        self.pair = verbs.QueuePair(self.domain, self.queue, self.queue, max_send=MAX_SEND, max_recv=max_receive,
                                     max_inline=options.get("inline_nbytes", 0))
         self.pair.to_init(1)
         self.rail = Rail(self.queue.handle, keep=self.queue)
-        self.stream = Stream(self.rail, self.pair.handle, epoch=EPOCH, n_slots=N_SLOTS, max_send=MAX_SEND,
-                         max_receive=MAX_RECEIVE, trace_capacity=100, keep=self.pair, **options)
+        self.stream = Stream(self.rail, self.pair.handle, epoch=EPOCH, n_slots=n_slots, max_send=MAX_SEND,
+                             max_receive=max_receive, trace_capacity=100, keep=self.pair, **options)
         self.board, self.bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
         ring.format_board(self.board)
         ring.format_doorbell(self.bell)
@@ -68,7 +68,7 @@ class Side:
         found: list[tuple[int, ...]] = []
         while len(found) < n:
             batch = self.engine.events(20)
-            assert batch, f"only {found} of {n} events came"
+            assert batch, f"only {len(found)} of {n} events came, the last ones {found[-3:]}"
             found += batch
         return found
 
@@ -88,24 +88,24 @@ class Side:
 
 
 @contextlib.contextmanager
-def connected(**options: int) -> Iterator[list[Side]]:
+def connected(rnr_retry: int = 0, timeout: int = 14, **options: int) -> Iterator[list[Side]]:
     """Yield two sides whose queue pairs are connected, their streams made with *options*; close them afterwards."""
     made = [Side(name, **options) for name in ("rxe0", "rxe1")]
     left, right = made
-    left.connect(*right.place)
-    right.connect(*left.place)
+    left.connect(*right.place, rnr_retry=rnr_retry, timeout=timeout)
+    right.connect(*left.place, rnr_retry=rnr_retry, timeout=timeout)
     yield made
     for side in made:
         side.close()
 
 
-def prove(sides: list[Side]) -> list[Side]:
-    """Let both sides write to each other, and start; return them."""
+def prove(sides: list[Side], start: bool = True) -> list[Side]:
+    """Let both sides write to each other, and *start* them; return them."""
     left, right = sides
     with ThreadPoolExecutor(1) as executor:
         other = executor.submit(right.stream.prove, 20)
         assert left.stream.prove(20) and other.result()
-    for side in sides:
+    for side in sides if start else ():
         side.start()
     return sides
 

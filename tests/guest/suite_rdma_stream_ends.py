@@ -151,6 +151,16 @@ def test_a_queue_pair_that_tries_for_ever_ends_in_words_and_idleness_is_no_silen
         side.close()
 
 
+def test_a_peer_that_never_posts_a_receive_request_ends_in_silence():
+    with connected(rnr_retry=7, timeout=17, patience_s=2.0) as sides:
+        left, right = prove(sides)
+        aim(left, right, 1, 0, 0)  # the peer has bound nothing
+        left.stream.post(1, 1, 0, left.region.address, NBYTES)
+        assert [event[0] for event in left.events(1)] == [native.EVENT_LOST]
+        failure = left.stream.failure()
+        assert (failure["kind"], failure["slot"], failure["round"]) == ("silence", 1, 1)
+
+
 class Witness:
     """Says, when it goes, what `look` finds."""
 

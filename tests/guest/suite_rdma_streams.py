@@ -4,7 +4,12 @@ Runs in the guest: two rails in one process, rxe0 and rxe1.
 """
 from __future__ import annotations
 
+import ctypes
 import errno
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from bpsfast.node.transport.rdma.failures import PortNow, describe
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.rdma import Stream
 from tests.guest.stream_side import EPOCH, MAX_RECEIVE, N_SLOTS, NBYTES, aim, connected, prove, wait_for
+from tests.guest.verbs_end import until
 
 
 @pytest.fixture
@@ -79,11 +85,63 @@ def test_more_posts_than_the_queue_pair_holds_wait_in_order(proven):
         wait_for(lambda: right.stream.counters()["writes_received"], n * round_)
         assert (right.bytes[:4096 * n] == round_).all()
     wait_for(lambda: left.stream.counters()["writes_pending"], 0)
-    with pytest.raises(OSError, match="16 slots are bound, the queue pair was made for 16") as caught:
-        right.expect(n, 0, 0, 4096)
-    assert caught.value.errno == errno.ENOSPC
+    right.stream.bind(n, right.region.address, right.region.address, 4096)
+    counters = right.stream.counters()
+    assert (counters["receives_posted"], counters["slots_bound"]) == (MAX_RECEIVE, n + 1)
     right.stream.unbind(3)
-    right.stream.bind(n + 1, right.region.address, right.region.address, 4096)
+    assert right.stream.counters()["slots_bound"] == n
+
+
+def rnr_naks(device: str) -> int:
+    """Return how often the peers of *device* have told it that no receive request is posted."""
+    return int(Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters/rcvd_rnr_err").read_text())
+
+
+@pytest.mark.parametrize(("sides", "n", "nbytes"), [
+    ({"max_receive": 4, "n_slots": 300, "rnr_retry": 7, "timeout": 17}, 300, 256),
+    ({"max_receive": 64, "n_slots": 5000, "rnr_retry": 7, "timeout": 17, "signal_every": 4}, 5000, 16),
+], indirect=["sides"], ids=["300 slots", "5000 slots"])
+def test_more_slots_than_receive_requests_lose_nothing_although_the_receiver_is_late(sides, n, nbytes):
+    left, right = sides
+    max_receive, n_rounds, n_threads = right.pair.max_recv, 3, 4
+    may_go_on, arrivals = threading.Event(), queue.SimpleQueue()
+
+    def arrive(_engine: int, _source: int, part: int, round_: int, _flags: int) -> None:
+        arrivals.put((part, round_))
+        may_go_on.wait()  # it is the rail's thread that is held back
+
+    late = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_uint32] * 4)(arrive)
+    prove(sides, start=False)
+    left.start()
+    right.stream.start(peer=right.source, engine=right.engine.handle, notify=right.engine.notify_address,
+                       arrived=ctypes.cast(late, ctypes.c_void_p).value, keep=(late, right.engine))
+    for slot in range(n):
+        right.stream.bind(slot, right.region.address + nbytes * slot, right.region.address + nbytes * slot, nbytes)
+        aim(left, right, slot, nbytes * slot, nbytes * slot, nbytes)
+    assert right.stream.counters()["receives_posted"] == max_receive
+    random = np.random.default_rng(1)
+
+    def post(thread: int, round_: int) -> None:
+        for slot in range(thread, n, n_threads):
+            left.stream.post(slot, round_, 0, left.region.address + nbytes * slot, nbytes)
+
+    naks = rnr_naks("rxe0")
+    with ThreadPoolExecutor(n_threads) as executor:
+        for round_ in range(1, n_rounds + 1):
+            left.bytes[:n * nbytes] = random.integers(0, 256, n * nbytes, np.uint8)
+            list(executor.map(post, range(n_threads), [round_] * n_threads))
+            try:
+                until(lambda: rnr_naks("rxe0") > naks + 20)  # a limit would be 6 at most
+                assert may_go_on.is_set() or left.stream.counters()["writes_pending"] >= n - max_receive - 1
+            finally:
+                may_go_on.set()
+            left.events(n)
+            found = sorted(arrivals.get(timeout=20) for _ in range(n))
+            assert found == [(slot, round_) for slot in range(n)]
+            assert (right.bytes[:n * nbytes] == left.bytes[:n * nbytes]).all()
+    assert left.stream.failure() is None and right.stream.failure() is None
+    counters = right.stream.counters()
+    assert (counters["receives_posted"], counters["writes_received"]) == (max_receive, n * n_rounds)
 
 
 @pytest.mark.parametrize("sides", [{}, {"signal_every": 4}], indirect=True, ids=str)
@@ -123,6 +181,8 @@ def test_a_small_write_that_travels_inline_has_left_its_source_when_it_is_posted
 
 
 def test_a_stream_that_never_asks_for_completions_is_no_stream(sides):
+    with pytest.raises(ValueError, match="max_send=0, max_receive=1: nothing would ever be sent"):
+        Stream(sides[0].rail, sides[0].pair.handle, epoch=1, n_slots=1, max_send=0, max_receive=1)
     with pytest.raises(ValueError, match="signal_every=0"):
         Stream(sides[0].rail, sides[0].pair.handle, epoch=1, n_slots=1, max_send=1, max_receive=1, signal_every=0)
 

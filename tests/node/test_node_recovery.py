@@ -25,8 +25,7 @@ def recovery(told):
                              ownable_nbytes=12345, room_nbytes=777)
     runtime = SimpleNamespace(connected=True, installer=installer, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, run_with_heartbeats=lambda work: work(), name="node 0")
-    plans = SimpleNamespace(forget=lambda: None, make=lambda work: work(),
-                            drop_early=lambda: told.append("planned early: dropped"))
+    plans = SimpleNamespace(forget=lambda: None, drop_early=lambda: told.append("planned early: dropped"))
     runtime.exclude = lambda index: told.append(f"excluded {index}")
     return Recovery(node, runtime, plans, lambda index: told.append(f"parted with {index}"), lambda index: None,
                     Epochs(1))

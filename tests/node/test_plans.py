@@ -9,7 +9,6 @@ import pytest
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.generation import Generation
 from bpsfast.node.plans import Plans
-from bpsfast.node.transport.rdma import QueuePairFullError
 from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
 
 TIMEOUT_S = 0.2
@@ -23,9 +22,7 @@ class Side:
         self.loop = EventLoop(self._raised)
         self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77, forget_early=lambda index: None),
                                        connected=True)
-        self.left, self.may_leave = [], True
-        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(),
-                                    leave_rdma=self._leave)
+        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work())
         self.plans = Plans(self.node, self.loop, self.runtime, None, TIMEOUT_S)
 
     def run(self) -> float:
@@ -33,10 +30,6 @@ class Side:
         while self.loop._timers:
             self.loop.run_once(10.0)
         return time.monotonic()
-
-    def _leave(self, index: int, reason: str) -> bool:
-        self.left.append((index, reason))
-        return self.may_leave
 
     @staticmethod
     def _raised(exc: Exception) -> None:
@@ -104,30 +97,3 @@ def test_a_plan_that_is_forgotten_has_no_answer(side):
     side.plans.forget()
     side.run()
     assert side.told == []
-
-
-def full(side, *peers):
-    """Have each of *peers* lack room in its queue pair until it is left."""
-    def prepare(plan):
-        for index in peers:
-            if index not in [each for each, _ in side.left]:
-                raise QueuePairFullError(index, f"one too many for its queue pair to node {index}")
-        return Generation(plan)
-
-    side.runtime.installer.prepare = prepare
-
-
-def test_pairs_whose_queue_pairs_are_full_go_by_tcp_and_the_plan_is_prepared(side):
-    full(side, 1, 4)
-    side.plans.prepare(Plan(generation=9, units=()))
-    assert side.left == [(index, f"one too many for its queue pair to node {index}") for index in (1, 4)]
-    assert side.told == [Ready(generation=9, ownable_nbytes=77)]
-
-
-def test_where_a_pair_may_not_go_by_tcp_the_plan_is_refused_in_the_words_of_its_queue_pair(side):
-    side.may_leave = False
-    full(side, 1)
-    side.plans.prepare(Plan(generation=9, units=()))
-    assert [index for index, _ in side.left] == [1]
-    assert side.told == [PrepareFailed(generation=9, reason="one too many for its queue pair to node 1",
-                                       ownable_nbytes=77)]

@@ -13,10 +13,11 @@ RXE = {"max_qp": 1048560, "max_qp_wr": 1048576, "max_cqe": 32767, "max_mr": 5242
 
 
 @pytest.mark.parametrize(("attributes", "n_peers", "n_pairs", "expected"), [
-    (MLX5, 1, 1, (128, 4096, 4224)),
-    (MLX5, 100, 2, (128, 4096, 844_800)),
-    (RXE, 7, 1, (128, 4096, 29_568)),
-    (RXE, 100, 1, (128, 199, 32_700)),
+    (MLX5, 1, 1, (128, 1024, 1152)),
+    (MLX5, 256, 8, (128, 1024, 2_359_296)),
+    (RXE, 7, 1, (128, 1024, 8064)),
+    (RXE, 100, 1, (109, 218, 32_700)),
+    (RXE, 256, 1, (42, 85, 32_512)),
     (MLX5 | {"max_qp_wr": 100}, 1, 1, (100, 100, 200)),
 ])
 def test_depths_fill_what_the_device_has(attributes, n_peers, n_pairs, expected):
@@ -25,13 +26,27 @@ def test_depths_fill_what_the_device_has(attributes, n_peers, n_pairs, expected)
     assert found.completions <= attributes["max_cqe"]
 
 
+@pytest.mark.parametrize("n_sends", [1, 16, 128, 600, 16_384])
+@pytest.mark.parametrize("attributes", [MLX5, RXE], ids=["mlx5", "rxe"])
+def test_all_queues_fit_for_any_number_of_peers_or_none_is_made(attributes, n_sends):
+    for n_streams in range(1, 3000):
+        try:
+            found = rails.queue_depths("mlx5_0", attributes, n_streams, 1, n_sends)
+        except CapacityError:
+            assert n_streams > attributes["max_cqe"] / 96 - 1, "a third of 96 is the least send queue"
+            continue
+        assert found.receive >= rails.LEAST_RECEIVES and found.receive <= attributes["max_qp_wr"] >= found.send >= 1
+        assert found.receive >= min(2 * found.send, attributes["max_qp_wr"])
+        assert n_streams * (found.send + found.receive) == found.completions <= attributes["max_cqe"]
+
+
 def test_the_queue_for_sends_is_as_long_as_asked_for_if_the_device_can():
     assert [rails.queue_depths("mlx5_0", MLX5, 1, 1, n).send for n in (1, 16, 100_000)] == [1, 16, 32768]
 
 
 def test_too_short_queues_are_refused_with_both_numbers():
-    with pytest.raises(CapacityError, match=r"200 peers x 1 .* need a completion queue of 38400 .* max_cqe=32767"):
-        rails.queue_depths("rxe0", RXE, 200, 1, 128)
+    with pytest.raises(CapacityError, match=r"400 peers x 1 .* need a completion queue of 36400 .* max_cqe=32767"):
+        rails.queue_depths("rxe0", RXE, 400, 1, 128)
     with pytest.raises(CapacityError, match="8 peers x 2 queue pairs need 16 queue pairs, mlx5_0 has max_qp=15"):
         rails.queue_depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2, 128)
     with pytest.raises(CapacityError, match="max_qp_wr=63"):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.node.transport.rdma.link import QueuePairFullError, RailPath, RdmaLink, turns_of
+from bpsfast.node.transport.rdma.link import RailPath, RdmaLink, turns_of
 from bpsfast.orchestration.errors import CapacityError
 
 
@@ -60,23 +60,14 @@ def test_what_is_bound_after_the_end_is_awaited_from_its_first_round_on():
     assert link.awaited() == {5: 1}
 
 
-def refusing(code):
-    """A link whose queue pair takes no slot more, for the reason *code*."""
+def test_what_a_queue_pair_refuses_is_told_with_partition_and_peer():
     def bind(*_):
-        raise OSError(code, "4096 slots are bound, the queue pair was made for 4096")
+        raise OSError(errno.ENOMEM, "ibv_post_recv for slot 7: Cannot allocate memory")
 
-    rail = SimpleNamespace(name="mlx5_0/1", port={"max_msg_sz": 1 << 30}, attributes={"max_qp_wr": 1, "max_cqe": 2})
-    return RdmaLink(3, n_nodes=2, paths=[SimpleNamespace(rail=rail, stream=SimpleNamespace(bind=bind))], channel=None)
-
-
-def test_a_full_queue_pair_says_whose_it_is_and_what_to_set():
-    with pytest.raises(QueuePairFullError, match=r"partition 7 is one too many .* node 3: 4096 slots are bound.*"
-                                            "Raise BPSFAST_RDMA_QUEUE_PAIRS") as caught:
-        refusing(errno.ENOSPC).bind(7, 64, 128, 64)
-    assert caught.value.index == 3
-    with pytest.raises(CapacityError) as other:
-        refusing(errno.ENOMEM).bind(7, 64, 128, 64)
-    assert not isinstance(other.value, QueuePairFullError), "tcp would not help"
+    rail = SimpleNamespace(name="mlx5_0/1", port={"max_msg_sz": 1 << 30})
+    link = RdmaLink(3, n_nodes=2, paths=[SimpleNamespace(rail=rail, stream=SimpleNamespace(bind=bind))], channel=None)
+    with pytest.raises(CapacityError, match="partition 7 cannot be expected from node 3 over mlx5_0/1: ibv_post_recv"):
+        link.bind(7, 64, 128, 64)
 
 
 @pytest.mark.parametrize(("rates", "turns"), [

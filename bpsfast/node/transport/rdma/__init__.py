@@ -12,7 +12,7 @@ connection of the handshake stays open; its end means the end of the peer, long 
 from __future__ import annotations
 
 from .failures import NoDeviceError, NoRdmaError
-from .link import QueuePairFullError, RdmaLink
+from .link import RdmaLink
 from .rails import Rails
 from .rdma_messages import LinkClosed, LinkResumed, LinkTaken, PeerSlots
 
@@ -23,7 +23,6 @@ __all__ = [
     "NoDeviceError",
     "NoRdmaError",
     "PeerSlots",
-    "QueuePairFullError",
     "Rails",
     "RdmaLink",
 ]

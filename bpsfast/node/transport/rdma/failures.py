@@ -88,7 +88,8 @@ def describe(failure: Mapping[str, Any] | None, who: str, rail: str, port: PortN
     if kind == "event":
         return f"{_EVENTS.get(code, f'event {code} of the device')} on {rail}, with {who}"
     if kind == "silence":
-        return (f"RDMA WRITE{of} to {who} over {rail} had no answer for {code} s, though the queue pair should have "
-                f"given up long before{after}: the driver lost it (see dmesg), or the device has no limit of its own")
+        return (f"RDMA WRITE{of} to {who} over {rail} had no answer for {code} s{after}: the peer posts no receive "
+                "requests because its process is stopped or hangs, the driver lost the write (see dmesg), or the "
+                "device has no limit of its own")
     return (f"the completions of {rail} can no longer be read ({os.strerror(code)}): the card or its driver failed"
             f"{after}")

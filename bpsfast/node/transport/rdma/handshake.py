@@ -31,8 +31,9 @@ STREAM = 1000
 #: Timeout of one step, in which the peer does the same. A test includes all retries of an unanswered write.
 STEP_TIMEOUT_S = 20.0
 PROOF_TIMEOUT_S = 10.0
-#: A receive request is always posted; a few pauses of 0.64 ms cover reordering by hardware.
-_MIN_RNR_TIMER, _RNR_RETRY = 12, 6
+#: A write that finds no receive request is sent again after 0.64 ms, without limit (7): the peer's thread is late, and
+#: posts more. If the peer is stopped or hangs, the stream's silence or the heartbeats end it.
+_MIN_RNR_TIMER, _RNR_RETRY = 12, 7
 
 M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep, RdmaProven)
 

@@ -1,6 +1,6 @@
 """An RDMA link to one peer: its queue pairs, and the memory slots that are written over them in both directions.
 
-    bind     this node expects a partition: a receive request is posted, and `announce` sends the address to the peer
+    bind     this node expects a partition; `announce` sends the address to the peer
     aim      the peer expects partitions at these addresses
     fence    nothing passes any more; `bound` and `awaited` tell what was to come, for the link that replaces this one
     resumed  the message by which a link takes the place of another one: both sides bind first, then send it
@@ -11,7 +11,6 @@ before it is bound, and keeps it until the link is closed.
 """
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import threading
@@ -34,14 +33,8 @@ log = logging.getLogger("bpsfast.node")
 
 #: Parts of the slowest rail's rate in which rates are compared.
 _STEPS = 8
-
-
-class QueuePairFullError(CapacityError):
-    """A queue pair to node `index` holds no more partitions; tcp has no such limit."""
-
-    def __init__(self, index: int, text: str) -> None:
-        super().__init__(text)
-        self.index = index
+#: A write without an answer for so long, and for at least `lease_s`, has failed: a peer may be stopped for that long.
+_PATIENCE_S = 30.0
 
 
 @dataclass
@@ -65,7 +58,8 @@ class RailPath:
         try:
             stream = native.Stream(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
                                max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
-                               signal_every=rail.settings.rdma_signal_every, keep=pair, **limits._asdict())
+                               signal_every=rail.settings.rdma_signal_every,
+                               patience_s=max(_PATIENCE_S, rail.settings.lease_s), keep=pair, **limits._asdict())
         except BaseException:
             pair.close()
             raise
@@ -129,8 +123,7 @@ class RdmaLink(WireLink):
              first_round: int = 1) -> None:
         """Do as `WireLink.bind`; `announce` sends the addresses to the peer.
 
-        Raises `CapacityError` if the device sends no message of this size; `QueuePairFullError` if the queue pair holds
-        no more slots.
+        Raises `CapacityError` if the device sends no message of this size.
         """
         if self.fenced:
             self._anew[part] = first_round
@@ -143,15 +136,8 @@ class RdmaLink(WireLink):
         try:
             path.stream.bind(part, even, odd, nbytes, framed, first_round)
         except OSError as exc:
-            if exc.errno != errno.ENOSPC:
-                raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
-                                    f"{path.rail.name}: {exc.strerror}") from exc
-            limits = path.rail.attributes
-            raise QueuePairFullError(
-                self.index, f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
-                f"({path.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all "
-                f"peers; there are {len(self._paths)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
-                "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
+            raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
+                                f"{path.rail.name}: {exc.strerror}") from exc
         self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=path.rail.rkey(min(even, odd), nbytes),
                                  nbytes=nbytes, framed=framed)
         if even != odd and path.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:

@@ -43,9 +43,9 @@ log = logging.getLogger("bpsfast.node")
 
 #: Kinds of memory that peers write into; everything else is only read by the device.
 _WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
-#: Slots of a stream if the device's queues are long enough; each needs one receive request.
-RECEIVES = 4096
-#: Fewer are of no use, even for the layers of a small model.
+#: Receive requests of a stream if the device's queues are long enough: eight times the default of rdma_queue_depth.
+RECEIVES = 1024
+#: With fewer, a peer would have to repeat most of what it sends at once.
 LEAST_RECEIVES = 64
 #: Memory that must be lockable with transport=auto: the segments of a small model.
 LEAST_FOR_AUTO = 1 << 30
@@ -65,14 +65,20 @@ class Depths(NamedTuple):
 def queue_depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int, n_sends: int) -> Depths:
     """Return the queue lengths for *n_pairs* streams, of *n_sends* writes, to each of *n_peers* peers over *device*.
 
+    The completion queue is as long as the queues of all streams together, so nothing can overrun it. If the device has
+    none that long, the queues are shorter. A receive queue is twice as long as a send queue at least, if max_qp_wr
+    allows it: a peer with the same send queue exhausts it only if it gets completions for a whole queue of writes, and
+    sends as many again, while this node's thread handles none. The peer's card then repeats what found no request.
+
     Raises `CapacityError` if the device cannot hold them; with what is needed and what there is.
     """
     n_streams = max(1, n_peers * n_pairs)
     if n_streams > attributes["max_qp"]:
         raise CapacityError(f"{n_peers} peers x {n_pairs} queue pairs need {n_streams} queue pairs, {device} has "
                             f"max_qp={attributes['max_qp']}: lower BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
-    send = min(n_sends, attributes["max_qp_wr"])
-    receive = min(RECEIVES, attributes["max_qp_wr"], attributes["max_cqe"] // n_streams - send)
+    both = attributes["max_cqe"] // n_streams
+    send = min(n_sends, attributes["max_qp_wr"], max(1, both // 3))
+    receive = min(max(RECEIVES, 2 * send), attributes["max_qp_wr"], both - send)
     if receive < LEAST_RECEIVES:
         raise CapacityError(
             f"{n_peers} peers x {n_pairs} queue pairs, each of {send} sends and at least {LEAST_RECEIVES} receives, "
