@@ -101,6 +101,7 @@ cdef extern from "verbs.h" nogil:
         bps_ibv_comp_channel *(*create_comp_channel)(bps_ibv_context *) noexcept nogil
         int (*destroy_comp_channel)(bps_ibv_comp_channel *) noexcept nogil
         bps_ibv_cq *(*create_cq)(bps_ibv_context *, int, void *, bps_ibv_comp_channel *, int) noexcept nogil
+        int (*resize_cq)(bps_ibv_cq *, int) noexcept nogil
         int (*destroy_cq)(bps_ibv_cq *) noexcept nogil
         bps_ibv_qp *(*create_qp)(bps_ibv_pd *, bps_ibv_qp_init_attr *) noexcept nogil
         int (*modify_qp)(bps_ibv_qp *, bps_ibv_qp_attr *, int) noexcept nogil

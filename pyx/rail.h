@@ -34,7 +34,7 @@ struct bps_rail {
     pthread_t thread;
     uint32_t port; /* whose events count */
     uint64_t port_error_ns, looked_ns; /* when the port's error was last noticed, 0: never; both under `streams_lock` */
-    uint64_t completions, batches, sleeps;
+    uint64_t completions, batches, sleeps, emptied; /* emptied: how often a poll found the end of the queue */
 };
 
 static inline void bps_rdma_bad_completion(struct bps_rdma_stream *stream, const struct bps_ibv_wc *wc)
@@ -143,6 +143,7 @@ static inline int bps_rail_poll(struct bps_rail *rail)
         if (stream != NULL)
             bps_rdma_complete(stream, &wc[i]);
     }
+    rail->emptied += n >= 0 && n < BPS_RAIL_BATCH;
     if (n > 0) {
         rail->completions += (uint64_t)n;
         rail->batches++;
@@ -168,6 +169,9 @@ static inline int bps_rail_sleep(struct bps_rail *rail)
             pthread_mutex_unlock(&rail->streams_lock);
             return -1;
         }
+    eventfd_t n_wakes;
+    if (waited[1].revents)
+        eventfd_read(rail->wake_fd, &n_wakes);
     if (waited[0].revents)
         while (bps_take_cq_event(rail->cq->channel) > 0)
             continue;
@@ -205,6 +209,27 @@ static void *bps_rail_run(void *argument)
             n = bps_rail_sleep(rail);
     }
     return NULL;
+}
+
+/* Wait until the rail's thread has taken all completions that are in the queue now, and handled them. 1, or 0 if it has
+ * not within limit_ns: it has ended, or is held back. */
+static inline int bps_rail_drain(struct bps_rail *rail, uint64_t limit_ns)
+{
+    struct timespec nap = {0, 100000};
+    uint64_t end_ns = bps_now_ns() + limit_ns, emptied, completions;
+    int is_drained = 0;
+    pthread_mutex_lock(&rail->streams_lock);
+    emptied = rail->emptied;
+    completions = rail->completions;
+    pthread_mutex_unlock(&rail->streams_lock);
+    eventfd_write(rail->wake_fd, 1);
+    while (!is_drained && bps_now_ns() < end_ns) {
+        nanosleep(&nap, NULL);
+        pthread_mutex_lock(&rail->streams_lock);
+        is_drained = rail->emptied != emptied || rail->completions - completions >= (uint64_t)rail->cq->cqe;
+        pthread_mutex_unlock(&rail->streams_lock);
+    }
+    return is_drained;
 }
 
 /* Give a stream its number: completions reach it from now on. 0 or ENOMEM. */

@@ -81,6 +81,7 @@ cdef extern from "rail.h" nogil:
         pthread_t thread
     void *bps_rail_run(void *)
     void bps_rail_look(bps_rail *)
+    int bps_rail_drain(bps_rail *, uint64_t)
     uint32_t bps_forks
     void bps_forked() noexcept
     int bps_rail_add_stream(bps_rail *, bps_rdma_stream *)

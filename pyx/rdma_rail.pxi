@@ -74,6 +74,14 @@ cdef class Rail:
             bps_rail_look(rail)
             pthread_mutex_unlock(&rail.streams_lock)
 
+    def drain(self, double timeout_s):
+        """Wait until the thread has taken the completions that are in the queue now; whether it has in *timeout_s*."""
+        cdef bps_rail *rail = self._open()
+        cdef int is_drained
+        with nogil:
+            is_drained = bps_rail_drain(rail, <uint64_t>(1e9 * timeout_s))
+        return bool(is_drained)
+
     def counters(self):
         """Return completions, the batches they came in, how often the thread slept, and regions known."""
         self._open()

@@ -47,6 +47,7 @@
     X(struct bps_ibv_comp_channel *, create_comp_channel, (struct bps_ibv_context *)) \
     X(int, destroy_comp_channel, (struct bps_ibv_comp_channel *)) \
     X(struct bps_ibv_cq *, create_cq, (struct bps_ibv_context *, int, void *, struct bps_ibv_comp_channel *, int)) \
+    X(int, resize_cq, (struct bps_ibv_cq *, int)) \
     X(int, destroy_cq, (struct bps_ibv_cq *)) \
     X(int, get_cq_event, (struct bps_ibv_comp_channel *, struct bps_ibv_cq **, void **)) \
     X(void, ack_cq_events, (struct bps_ibv_cq *, unsigned int)) \

@@ -66,6 +66,29 @@ cdef class CompletionQueue(_VerbsObject):
         """How many of the places are taken, by posted work or by completions that were not polled."""
         return self.work.pending
 
+    def resize(self, int depth):
+        """Make room for *depth* completions (``ibv_resize_cq``; more may be given), also while others post and poll.
+
+        Raises `OSError` with the errno of the verb, and the queue is as long as before: EINVAL if it holds more
+        completions or the device takes less, ENOSYS or EOPNOTSUPP if the device cannot resize queues.
+        """
+        cdef bps_ibv_cq *cq = <bps_ibv_cq *>self._open()
+        cdef int rc
+        if depth < 1:
+            raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
+        self.users += 1
+        with nogil:
+            rc = bps_verbs.resize_cq(cq, depth)
+            if rc == 0:
+                pthread_mutex_lock(&self.work.lock)
+                self.work.depth = cq.cqe
+                pthread_mutex_unlock(&self.work.lock)
+        self.users -= 1
+        if rc:
+            rc = rc if rc > 0 else errno
+            raise OSError(rc, f"ibv_resize_cq({self.device.name}, depth={depth}): {_words(rc)}; it has {self.depth}, the "
+                              f"device takes max_cqe={self.device._attributes()['max_cqe']} in a queue")
+
     def poll(self, int n=32):
         """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number).
 

@@ -56,6 +56,25 @@ def test_a_completion_queue_is_not_overrun(verbs):
         assert left.completions()[0][:2] == (99, 0)
 
 
+def test_a_completion_queue_that_grows_keeps_what_is_in_it(verbs):
+    with connected(verbs, depth=4, max_send=16, max_recv=16) as (left, right):
+        n = left.queue.depth
+        for i in range(n):
+            left.write(right, wr_id=i)
+        left.queue.resize(16)
+        assert left.queue.depth >= 16 and left.queue.pending == n
+        for i in range(n, 16):
+            left.write(right, wr_id=i)
+        assert [c[:2] for c in left.completions(16)] == [(i, 0) for i in range(16)]
+        depth, most = left.queue.depth, left.device.attributes["max_cqe"]
+        with pytest.raises(OSError, match=rf"ibv_resize_cq\(rxe0, depth={most + 1}\): EINVAL.* it has {depth}, the "
+                                          f"device takes max_cqe={most} in a queue") as caught:
+            left.queue.resize(most + 1)
+        assert caught.value.errno == errno.EINVAL and left.queue.depth == depth
+        with pytest.raises(ValueError, match="needs depth >= 1, got 0"):
+            left.queue.resize(0)
+
+
 def test_a_post_in_the_wrong_state(unconnected):
     left, right = unconnected
     for post in (lambda: left.write(right), lambda: left.receive()):

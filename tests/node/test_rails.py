@@ -1,12 +1,18 @@
-"""Which rails a peer is reached by, on a recorded machine without devices: who comes late has only those in use."""
+"""Which rails a peer is reached by, on a recorded machine without devices: who comes late has only those in use.
+
+And how long the completion queue of a rail is for the streams over it.
+"""
 from __future__ import annotations
 
+import contextlib
+import errno
 from types import SimpleNamespace
 
 import pytest
 
 from bpsfast.base.settings import Settings
 from bpsfast.node.transport.rdma import NoRdmaError, Rails, rails as module
+from bpsfast.orchestration.errors import CapacityError
 
 #: By mlx5_0/1; by mlx5_1/1; by the same port and another of its addresses.
 NEAR, FAR, SIDE = "10.1.0.8:1", "10.2.0.8:1", "10.3.0.8:1"
@@ -88,3 +94,90 @@ def test_a_rail_whose_streams_failed_waits_for_its_port_and_is_closed_when_its_d
     near.rail.users = 0
     rails.close_gone()
     assert not rails.used and near.rail.is_closed
+
+
+EACH = 128 + module.RECEIVES
+
+
+class Opening:
+    """A verbs object, which enters as itself."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class Device(Opening):
+    """A device whose completion queues grow up to *most*; `drains`: whether the thread of its rail is quick."""
+
+    def __init__(self):
+        self.attributes = {"max_qp": 1000, "max_qp_wr": 10_000, "max_cqe": 5 * EACH}
+        self.most, self.drains, self.n_drains = 5 * EACH, True, 0
+
+    def port(self, number):
+        return {"active_mtu": 4096, "lid": 0}
+
+
+class Queue(Opening):
+    handle = 0
+
+    def __init__(self, device, depth, **_):
+        self.device, self.depth = device, depth
+
+    def resize(self, depth):
+        if depth > self.device.most:
+            raise OSError(errno.ENOSYS, "ibv_resize_cq(mlx5_0): ENOSYS: Function not implemented")
+        self.depth = depth
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def rail(device, monkeypatch):
+    """A rail that was opened for two peers."""
+    def drain(timeout_s):
+        device.n_drains += 1
+        return device.drains
+
+    monkeypatch.setattr(module.native, "Rail", lambda *_, **__: SimpleNamespace(drain=drain, close=lambda: None))
+    verbs = SimpleNamespace(Device=lambda name: device, ProtectionDomain=contextlib.nullcontext,
+                            CompletionQueue=Queue)
+    chosen = module.rdma_route.Rail("mlx5_0", 1, None, None, "")
+    with contextlib.closing(module.Rail(verbs, chosen, 2, Settings())) as made:
+        yield made
+
+
+def test_the_queue_has_room_for_the_peers_of_the_start_and_grows_for_late_ones(rail, device):
+    for n in range(1, 6):
+        rail.join()
+        assert rail.queue.depth == max(2, n) * EACH and rail.users == n
+    with pytest.raises(CapacityError, match=rf"128 sends and 1024 receives each of 6 queue pairs need .* of {6 * EACH};"
+                                            rf" it has {5 * EACH}, the device allows max_cqe={5 * EACH} "):
+        rail.join()
+    assert rail.users == 5 and device.n_drains == 0
+
+
+def test_a_device_that_cannot_resize_queues_takes_no_late_peer(rail, device):
+    device.most = 0
+    rail.join()
+    rail.join()
+    with pytest.raises(CapacityError, match=r"mlx5_0/1 has no room for one more queue pair.*ENOSYS"):
+        rail.join()
+
+
+def test_a_closed_stream_gives_its_room_back_once_its_completions_are_taken(rail, device):
+    for _ in range(2):
+        rail.join()
+    for _ in range(2):
+        rail.leave()
+        rail.join()
+    assert rail.queue.depth == 2 * EACH and device.n_drains == 2
+    device.drains = False
+    rail.leave()
+    rail.join()
+    assert rail.queue.depth == 3 * EACH, "its completions may still come, so they have a place"

@@ -57,6 +57,16 @@ class CompletionQueue(VerbsResource):
     def pending(self) -> int:
         return self._capacity.pending
 
+    def resize(self, depth: int) -> None:
+        raw = self._open()
+        if depth < 1:
+            raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
+        with self.device.lock, errors_as(
+                lambda rc: f"ibv_resize_cq({self.device.name}, depth={depth}): {reason(rc)}; it has {self.depth}, the "
+                           f"device takes max_cqe={self.device.attributes['max_cqe']} in a queue"):
+            raw.resize(depth)
+            self._capacity.depth = raw.cqe
+
     def poll(self, n: int = 32) -> list[Completion]:
         self._open()
         if n < 1:

@@ -52,18 +52,21 @@ class RailPath:
 
     @classmethod
     def over(cls, route: PeerRail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
-        """Return a new one, in state INIT."""
+        """Return a new one, in state INIT; raises `CapacityError` if the rail has no room for it."""
         rail = route.rail
-        pair = rail.queue_pair()
+        rail.join()
+        pair = None
         try:
+            pair = rail.queue_pair()
             stream = native.Stream(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
                                max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
                                signal_every=rail.settings.rdma_signal_every,
                                patience_s=max(_PATIENCE_S, rail.settings.lease_s), keep=pair, **limits._asdict())
         except BaseException:
-            pair.close()
+            if pair is not None:
+                pair.close()
+            rail.leave()
             raise
-        rail.join()
         return cls(route, pair, stream)
 
     def describe(self, who: str) -> str:

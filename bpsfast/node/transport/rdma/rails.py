@@ -49,6 +49,8 @@ RECEIVES = 1024
 LEAST_RECEIVES = 64
 #: Memory that must be lockable with transport=auto: the segments of a small model.
 LEAST_FOR_AUTO = 1 << 30
+#: How long to wait for the rail's thread to take completions of closed streams; it takes microseconds.
+_DRAIN_S = 1.0
 _CAP_IPC_LOCK = 14
 #: How long what is known of the ports counts, once a link is sought again.
 _FACTS_LAST_S = 1.0
@@ -169,6 +171,7 @@ class Rail:
         self._pkey_row = pkey_row
         self.users = 0
         self.is_closed = False
+        self._n_left = 0  # closed streams whose completions may still be in the queue
         self._users_lock = threading.Lock()
         self.registered: list[Registered] = []
         with contextlib.ExitStack() as undo:
@@ -213,14 +216,40 @@ class Rail:
         return pair
 
     def join(self) -> None:
-        """Count one more stream. Any thread, as `leave`."""
+        """Count one more stream, for whose completions the queue has room from now on. Any thread, as `leave`.
+
+        A node that joins the running job adds streams, so the queue grows if it must. Raises `CapacityError` with what
+        is needed and what there is if it cannot.
+        """
         with self._users_lock:
+            if self._room_wanted() > self.queue.depth and self._n_left and self.native.drain(_DRAIN_S):
+                self._n_left = 0
+            if (wanted := self._room_wanted()) > self.queue.depth:
+                self._grow(wanted)
             self.users += 1
 
     def leave(self) -> None:
-        """Count one stream fewer."""
+        """Count one stream fewer, whose queue pair is destroyed."""
         with self._users_lock:
             self.users -= 1
+            self._n_left += 1
+
+    def _room_wanted(self) -> int:
+        """Return how many completions there may be with one more stream."""
+        return (self.users + self._n_left + 1) * (self.depths.send + self.depths.receive)
+
+    def _grow(self, wanted: int) -> None:
+        most = self.attributes["max_cqe"]
+        try:
+            if wanted > most:
+                raise OSError(errno.EINVAL, "EINVAL: it is too long")
+            self.queue.resize(wanted)
+        except OSError as exc:
+            raise CapacityError(
+                f"{self.name} has no room for one more queue pair: with it, {self.depths.send} sends and "
+                f"{self.depths.receive} receives each of {self.users + self._n_left + 1} queue pairs need a completion "
+                f"queue of {wanted}; it has {self.queue.depth}, the device allows max_cqe={most} ({exc.strerror}): "
+                "lower BPSFAST_RDMA_QUEUE_PAIRS or BPSFAST_RDMA_QUEUE_DEPTH, or use tcp") from exc
 
     def adopt(self, region: Any) -> None:
         """Keep *region* until the end; streams may send from it, and peers may write to it."""
