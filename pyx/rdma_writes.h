@@ -3,36 +3,55 @@
 
 #include "rdma_stream.h"
 
-/* How the next write is posted. It asks for a completion, which retires those before it too, unless another one that
+#define BPS_WRITE_CHAIN 16u /* most writes that are handed to a queue pair in one call */
+
+/* How write number `at` is posted. It asks for a completion, which retires those before it too, unless another one that
  * does follows in the same call of `bps_rdma_pump`: the last of those that wait always does, so nothing stays
  * undelivered for want of more work, and of max_send in a row one does, so a full queue pair never stays full. */
-static inline unsigned int bps_rdma_flags(struct bps_rdma_stream *stream, uint32_t nbytes)
+static inline unsigned int bps_rdma_flags(struct bps_rdma_stream *stream, uint64_t at, uint32_t nbytes)
 {
     uint32_t in_a_row = stream->signal_every < stream->max_send ? stream->signal_every : stream->max_send;
-    int signalled = stream->sent + 1 == stream->posted || ++stream->unsignalled >= in_a_row;
+    int signalled = at + 1 == stream->posted || ++stream->unsignalled >= in_a_row;
     if (signalled)
         stream->unsignalled = 0;
     return (signalled ? BPS_SEND_SIGNALED : 0) | (nbytes && nbytes <= stream->inline_nbytes ? BPS_SEND_INLINE : 0);
 }
 
-/* Hand waiting writes to the queue pair as far as it has room. Under the stream's lock. */
+/* Hand waiting writes to the queue pair as far as it has room, several in one call. Under the stream's lock. */
 static inline void bps_rdma_pump(struct bps_rdma_stream *stream)
 {
-    while (!stream->lost && !stream->closing && stream->sent < stream->posted
-           && stream->sent - stream->delivered < stream->max_send) {
-        struct bps_write *write = &stream->queue[stream->sent % stream->capacity];
-        uint64_t wr_id = (uint64_t)stream->number << 32 | (stream->sent & BPS_WRITE_INDEX);
-        int rc = bps_post_write_imm(stream->qp, wr_id, write->address, write->nbytes, write->lkey,
-                                    write->remote_address, write->rkey,
-                                    bps_immediate(write->slot, write->round, stream->epoch),
-                                    bps_rdma_flags(stream, write->nbytes));
+    struct bps_ibv_send_wr chain[BPS_WRITE_CHAIN];
+    struct bps_ibv_sge places[BPS_WRITE_CHAIN];
+    while (!stream->lost && !stream->closing) {
+        uint64_t most = stream->max_send - (stream->sent - stream->delivered), n = 0;
+        if (most > stream->posted - stream->sent)
+            most = stream->posted - stream->sent;
+        for (; n < most && n < BPS_WRITE_CHAIN; n++) {
+            uint64_t at = stream->sent + n;
+            const struct bps_write *write = &stream->queue[at % stream->capacity];
+            bps_fill_send(&chain[n], &places[n], BPS_WR_RDMA_WRITE_WITH_IMM,
+                          bps_rdma_flags(stream, at, write->nbytes),
+                          (uint64_t)stream->number << 32 | (at & BPS_WRITE_INDEX), write->address, write->nbytes,
+                          write->lkey, write->remote_address, write->rkey,
+                          bps_immediate(write->slot, write->round, stream->epoch));
+            if (n > 0)
+                chain[n - 1].next = &chain[n];
+        }
+        if (n == 0)
+            return;
+        struct bps_ibv_send_wr *bad = chain;
+        int rc = bps_post_send(stream->qp, chain, &bad);
+        if (rc != 0 && bad == NULL) /* Soft-RoCE names none when the kernel has taken the device */
+            bad = chain;
+        for (uint64_t i = 0; i < n && (rc == 0 || bad != &chain[i]); i++) { /* those before a refused one are sent */
+            stream->bytes_sent += places[i].length;
+            stream->sent++;
+        }
         if (rc != 0) {
+            const struct bps_write *write = &stream->queue[stream->sent % stream->capacity];
             bps_rdma_fail(stream, (struct bps_failure){BPS_FAILED_POST, rc, 0, write->slot, write->round, write->nbytes,
                                                      0, 0});
-            return;
         }
-        stream->sent++;
-        stream->bytes_sent += write->nbytes;
     }
 }
 

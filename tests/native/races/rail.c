@@ -86,18 +86,20 @@ static int post_recv(struct bps_ibv_qp *ibv, struct bps_ibv_recv_wr *wr, struct 
 static int post_send(struct bps_ibv_qp *ibv, struct bps_ibv_send_wr *wr, struct bps_ibv_send_wr **bad)
 {
     struct card_qp *qp = (struct card_qp *)ibv, *peer = qp->peer;
-    uint32_t nbytes = wr->num_sge ? wr->sg_list->length : 0;
     (void)bad;
-    if (nbytes != 0)
-        memcpy((void *)wr->remote_addr, (void *)wr->sg_list->addr, nbytes);
-    pthread_mutex_lock(&peer->lock);
-    CHECK(peer->taken != peer->posted); /* receives never run out */
-    uint64_t received = peer->receives[peer->taken++ % ROOM];
-    pthread_mutex_unlock(&peer->lock);
-    complete((struct card_cq *)peer->qp.recv_cq, (struct bps_ibv_wc){.wr_id = received, .imm_data = wr->imm_data,
-                                                                    .byte_len = nbytes, .opcode = BPS_WC_RECV});
-    if (wr->send_flags & BPS_SEND_SIGNALED)
-        complete((struct card_cq *)qp->qp.send_cq, (struct bps_ibv_wc){.wr_id = wr->wr_id});
+    for (; wr != NULL; wr = wr->next) {
+        uint32_t nbytes = wr->num_sge ? wr->sg_list->length : 0;
+        if (nbytes != 0)
+            memcpy((void *)wr->remote_addr, (void *)wr->sg_list->addr, nbytes);
+        pthread_mutex_lock(&peer->lock);
+        CHECK(peer->taken != peer->posted); /* receives never run out */
+        uint64_t received = peer->receives[peer->taken++ % ROOM];
+        pthread_mutex_unlock(&peer->lock);
+        complete((struct card_cq *)peer->qp.recv_cq, (struct bps_ibv_wc){.wr_id = received, .imm_data = wr->imm_data,
+                                                                        .byte_len = nbytes, .opcode = BPS_WC_RECV});
+        if (wr->send_flags & BPS_SEND_SIGNALED)
+            complete((struct card_cq *)qp->qp.send_cq, (struct bps_ibv_wc){.wr_id = wr->wr_id});
+    }
     return 0;
 }
 
