@@ -18,7 +18,7 @@ cdef extern from "verbs_abi.h" nogil:
         char *dev_name
     struct bps_ibv_context:
         bps_ibv_device *device
-        int async_fd
+        int async_fd, num_comp_vectors
     struct bps_ibv_pd:
         bps_ibv_context *context
     struct bps_ibv_mr:

@@ -9,7 +9,8 @@ cdef enum:
 cdef class CompletionQueue(_VerbsObject):
     """Create a completion queue of *device* with room for *depth* completions (``ibv_create_cq``; more may be given).
 
-    *events*: with an event channel, so that `wait` can sleep. It cannot overrun: each post of a queue pair takes one of
+    *events*: with an event channel, so that `wait` can sleep; *vector*: the completion vector whose interrupt wakes
+    who waits, below the device's `completion_vectors`. It cannot overrun: each post of a queue pair takes one of
     its places until its completion is polled, and a post that finds none is refused.
 
     Raises `OSError` with the errno of the verb and the device's limits.
@@ -25,7 +26,7 @@ cdef class CompletionQueue(_VerbsObject):
     def __cinit__(self):
         pthread_mutex_init(&self.work.lock, NULL)
 
-    def __init__(self, Device device not None, int depth, *, bint events=False):
+    def __init__(self, Device device not None, int depth, *, bint events=False, int vector=0):
         cdef bps_ibv_context *context = <bps_ibv_context *>device._open()
         cdef bps_ibv_comp_channel *channel = NULL
         cdef bps_ibv_cq *cq = NULL
@@ -40,7 +41,7 @@ cdef class CompletionQueue(_VerbsObject):
                 channel = bps_verbs.create_comp_channel(context)
                 rc = errno if channel == NULL else bps_unblock(channel.fd)
             if rc == 0:
-                cq = bps_verbs.create_cq(context, depth, NULL, channel, 0)
+                cq = bps_verbs.create_cq(context, depth, NULL, channel, vector)
                 if cq == NULL:
                     rc = errno
             if rc and channel != NULL:
@@ -48,8 +49,10 @@ cdef class CompletionQueue(_VerbsObject):
         if rc:
             device.children -= 1
             limits = device._attributes()
-            raise OSError(rc, f"ibv_create_cq({device.name}, depth={depth}, events={events}): {_words(rc)}; the device "
-                              f"takes max_cqe={limits['max_cqe']} in a queue and max_cq={limits['max_cq']} queues")
+            raise OSError(rc, f"ibv_create_cq({device.name}, depth={depth}, events={events}, vector={vector}): "
+                              f"{_words(rc)}; the device takes max_cqe={limits['max_cqe']} in a queue and "
+                              f"max_cq={limits['max_cq']} queues, and has {context.num_comp_vectors} completion "
+                              "vectors, numbered from 0")
         self.raw, self.channel, self.device, self.forks = cq, channel, device, bps_forks
         self.work.depth, self.ready = cq.cqe, collections.deque()
 
@@ -86,8 +89,8 @@ cdef class CompletionQueue(_VerbsObject):
         self.users -= 1
         if rc:
             rc = rc if rc > 0 else errno
-            raise OSError(rc, f"ibv_resize_cq({self.device.name}, depth={depth}): {_words(rc)}; it has {self.depth}, the "
-                              f"device takes max_cqe={self.device._attributes()['max_cqe']} in a queue")
+            raise OSError(rc, f"ibv_resize_cq({self.device.name}, depth={depth}): {_words(rc)}; it has {self.depth}, "
+                              f"the device takes max_cqe={self.device._attributes()['max_cqe']} in a queue")
 
     def poll(self, int n=32):
         """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number).

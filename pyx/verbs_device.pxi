@@ -106,6 +106,11 @@ cdef class Device(_VerbsObject):
             "phys_port_cnt": a.phys_port_cnt,
         }
 
+    @property
+    def completion_vectors(self):
+        """How many completion vectors the device has: interrupts that its completion queues are spread over."""
+        return (<bps_ibv_context *>self._open()).num_comp_vectors
+
     def port(self, uint8_t number=1):
         """Return a port's state (``ibv_query_port``); MTUs and the largest message in bytes."""
         cdef bps_ibv_context *context = <bps_ibv_context *>self._open()

@@ -144,6 +144,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller one of the two ports", "bytes", ge=0)] = 0
     rdma_traffic_class: Annotated[int, _about("traffic class of RoCE v2 packets: DSCP * 4", ge=0, le=255)] = 0
     rdma_service_level: Annotated[int, _about("service level (InfiniBand) or priority (RoCE)", ge=0, le=15)] = 0
+    rdma_grh: Annotated[bool, _about(
+        "InfiniBand packets have a global route header within one subnet, too, which virtual functions (SR-IOV) and "
+        "adaptive routing may need; the same on all nodes; not yet proven on InfiniBand")] = False
     rdma_pkey: Annotated[int, _about(
         "partition key (InfiniBand), such as 32769 for 0x8001; 0: the first one of each port's table",
         ge=0, le=0xFFFF)] = 0
@@ -154,6 +157,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "how often it is sent again before the peer is given up, as NCCL_IB_RETRY_CNT; 7 means for ever to Soft-RoCE",
         ge=0, le=7)] = 6
     rdma_relaxed_ordering: Annotated[bool, _about("allow PCIe to reorder the writes of RDMA devices")] = False
+    rdma_completion_vector: Annotated[int, _about(
+        "completion vector (interrupt) of each RDMA device that wakes the node; -1: the process id modulo their "
+        "number; its benefit is not yet proven on a card", ge=-1, le=4095)] = 0
     rdma_cores: Annotated[str, _about(
         "cores of the thread of each RDMA device: 3 or 4-7; numa: those near the device; empty: any")] = ""
     nic_rate: Annotated[float, _about(

@@ -55,14 +55,25 @@ class Rail:
         """The port as ``rdma link`` writes it: device/port."""
         return f"{self.device}/{self.port}"
 
-    def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
+    def path(self, link_layer: str, lid: int, gid: bytes, grh: bool = False) -> dict[str, Any]:
         """Return the address of a peer's port of the same *link_layer* as keyword arguments of `QueuePair.to_rtr`.
 
-        RoCE uses GIDs. On InfiniBand both ports are in one subnet, where LIDs suffice; a global route header would take
-        40 bytes of each packet.
+        RoCE uses GIDs. On InfiniBand both ports must be in one subnet, where LIDs suffice; a global route header takes
+        40 bytes of each packet, so only *grh* (the setting rdma_grh) asks for it.
+
+        Raises `UnsupportedError` if the ports are in different InfiniBand subnets, or *grh* lacks a GID.
         """
         if link_layer != "Ethernet":
-            return {"lid": lid}
+            ours = self.gid.value if self.gid else b""
+            if ours and gid and ours[:8] != gid[:8]:
+                raise UnsupportedError(
+                    f"{self.name} is in the InfiniBand subnet {ours[:8].hex(':', 2)}, the peer's port in "
+                    f"{gid[:8].hex(':', 2)}: LIDs do not lead from one subnet to another, and routers are not "
+                    "supported; connect both ports to one subnet, or use tcp")
+            if not grh:
+                return {"lid": lid}
+            if not ours or not gid:
+                raise UnsupportedError(f"BPSFAST_RDMA_GRH is on, and {'the peer' if ours else self.name} has no GID")
         return {"lid": lid, "gid": gid, "gid_index": self.gid.index if self.gid else 0}
 
 

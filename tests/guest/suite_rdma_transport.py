@@ -88,7 +88,8 @@ def received(sock):
 @pytest.fixture
 def tuned(no_leaks):
     shape = {"rdma_queue_depth": 2, "rdma_signal_every": 4, "rdma_inline_bytes": 256, "rdma_mtu": 1024,
-             "rdma_traffic_class": 106, "rdma_service_level": 3, "rdma_relaxed_ordering": True, "rdma_cores": "1"}
+             "rdma_traffic_class": 106, "rdma_service_level": 3, "rdma_relaxed_ordering": True, "rdma_cores": "1",
+             "rdma_completion_vector": -1, "rdma_grh": True}
     made = connected([{"rdma_devices": "=rxe0", **shape}, {"rdma_devices": "=rxe1", **shape, "rdma_mtu": 512}])
     yield made
     close_all(made)

@@ -37,6 +37,15 @@ def test_devices_ports_and_limits(verbs):
         assert device.events() == []
 
 
+def test_a_completion_queue_has_one_of_the_device_s_vectors(verbs):
+    with verbs.Device("rxe0") as device:
+        n = device.completion_vectors
+        assert n >= 1
+        verbs.CompletionQueue(device, 8, events=True, vector=n - 1).close()
+        with pytest.raises(OSError, match=rf"events=True, vector={n}\): EINVAL.* has {n} completion vectors, numbered"):
+            verbs.CompletionQueue(device, 8, events=True, vector=n)
+
+
 def test_both_providers_tell_the_same():
     from bpsfast.hardware.verbs import provider
 

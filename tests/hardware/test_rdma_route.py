@@ -1,6 +1,7 @@
 """Which port and GID lead to a peer, and why not the others."""
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from collections.abc import Callable
 
@@ -42,8 +43,35 @@ def test_a_path_goes_by_gid_on_ethernet_only(
         tree: str, link_layer: str, recorded_machine: Callable[[str], Machine]) -> None:
     rail = chosen(recorded_machine(tree)).rails[0]
     assert rail.gid is not None  # InfiniBand ports have tables of them, too
-    by_gid = {"gid": b"\1" * 16, "gid_index": rail.gid.index} if link_layer == "Ethernet" else {}
-    assert rail.path(link_layer, 7, b"\1" * 16) == {"lid": 7} | by_gid
+
+    def by_gid(peer: bytes) -> dict[str, object]:
+        return {"gid": peer, "gid_index": rail.gid.index} if link_layer == "Ethernet" else {}
+
+    peer = rail.gid.value[:8] + b"\1" * 8
+    assert rail.path(link_layer, 7, peer) == {"lid": 7} | by_gid(peer)
+    assert rail.path(link_layer, 7, peer, grh=True) == {"lid": 7, "gid": peer, "gid_index": rail.gid.index}
+
+
+def test_ports_of_different_infiniband_subnets_have_no_path(recorded_machine: Callable[[str], Machine]) -> None:
+    rail = chosen(recorded_machine("infiniband")).rails[0]
+    assert rail.gid is not None
+    other = bytes.fromhex("fec0000000000001") + rail.gid.value[8:]
+    ours = rail.gid.value[:8].hex(":", 2)
+    for grh in (False, True):
+        with pytest.raises(UnsupportedError, match=rf"{rail.name} is in the InfiniBand subnet {ours}, the peer's port "
+                                                   r"in fec0:0000:0000:0001: .*, or use tcp"):
+            rail.path("InfiniBand", 7, other, grh=grh)
+    assert rail.path("InfiniBand", 7, b"") == {"lid": 7}  # a port without a table: nothing is known
+
+
+def test_a_global_route_header_needs_both_gids(recorded_machine: Callable[[str], Machine]) -> None:
+    rail = chosen(recorded_machine("infiniband")).rails[0]
+    with pytest.raises(UnsupportedError, match="BPSFAST_RDMA_GRH is on, and the peer has no GID"):
+        rail.path("InfiniBand", 7, b"", grh=True)
+    bare = dataclasses.replace(rail, gid=None)
+    assert bare.path("InfiniBand", 7, b"") == {"lid": 7}
+    with pytest.raises(UnsupportedError, match=f"BPSFAST_RDMA_GRH is on, and {rail.name} has no GID"):
+        bare.path("InfiniBand", 7, b"\1" * 16, grh=True)
 
 
 def test_a_route_by_no_card_is_told_in_the_reason(recorded_machine: Callable[[str], Machine]) -> None:

@@ -114,6 +114,7 @@ class Device(Opening):
 
     def __init__(self):
         self.attributes = {"max_qp": 1000, "max_qp_wr": 10_000, "max_cqe": 5 * EACH}
+        self.completion_vectors = 4
         self.most, self.drains, self.n_drains = 5 * EACH, True, 0
 
     def port(self, number):

@@ -1,6 +1,7 @@
 """What RDMA needs against what there is: queue lengths, regions, locked memory; every refusal with both numbers."""
 from __future__ import annotations
 
+import os
 import resource
 
 import pytest
@@ -51,6 +52,11 @@ def test_too_short_queues_are_refused_with_both_numbers():
         rails.queue_depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2, 128)
     with pytest.raises(CapacityError, match="max_qp_wr=63"):
         rails.queue_depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1, 128)
+
+
+def test_the_completion_vector_is_the_setting_s_or_that_of_the_process():
+    assert [rails.completion_vector(n, 8) for n in (0, 7, 8)] == [0, 7, 8], "the device refuses 8 in words"
+    assert rails.completion_vector(-1, 8) == os.getpid() % 8
 
 
 def test_a_limit_that_the_first_model_exceeds_counts_as_none_where_there_is_another_way():

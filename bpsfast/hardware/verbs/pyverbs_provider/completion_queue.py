@@ -21,16 +21,17 @@ class CompletionQueue(VerbsResource):
     _verb = "ibv_destroy_cq"
     _kinds_of_children = "queue pairs"
 
-    def __init__(self, device: Device, depth: int, *, events: bool = False) -> None:
+    def __init__(self, device: Device, depth: int, *, events: bool = False, vector: int = 0) -> None:
         context = device._open()
         if depth < 1:
             raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
-        with errors_as(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}): {reason(rc)}; the "
-                                  f"device takes max_cqe={device.attributes['max_cqe']} in a queue and "
-                              f"max_cq={device.attributes['max_cq']} queues"):
+        with errors_as(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}, vector={vector}): "
+                                  f"{reason(rc)}; the device takes max_cqe={device.attributes['max_cqe']} in a queue "
+                                  f"and max_cq={device.attributes['max_cq']} queues, and has "
+                                  f"{device.completion_vectors} completion vectors, numbered from 0"):
             self._channel = module("cq").CompChannel(context) if events else None
             try:
-                raw = module("cq").CQ(context, depth, None, self._channel, 0)
+                raw = module("cq").CQ(context, depth, None, self._channel, vector)
             except BaseException:
                 if self._channel is not None:
                     self._channel.close()

@@ -55,6 +55,10 @@ class Device(VerbsResource):
         named = {name: getattr(found, name) for name in _ATTRIBUTES}
         return {"fw_ver": found.fw_version, "node_guid": found.node_guid.to_bytes(8, "little").hex()} | named
 
+    @property
+    def completion_vectors(self) -> int:
+        return self._open().num_comp_vectors
+
     def port(self, number: int = 1) -> dict[str, Any]:
         context = self._open()
         with errors_as(lambda rc: f"ibv_query_port({self.name}, port {number}): {reason(rc)}; the device has "

@@ -18,7 +18,7 @@ import msgspec
 
 from ....base.message_socket import MessageSocket
 from ....base.trace_records import Limits
-from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, UnsupportedError
 from . import rdma_messages
 from .failures import NoRdmaError
 from .link import RailPath, RdmaLink
@@ -79,13 +79,13 @@ def make_link(
             raise ProtocolError(f"node {peer} made {len(their_pairs)} queue pairs, {len(paths)} were agreed on")
 
         proofs: list[bool] = []
-        errors: dict[int, OSError] = {}
+        errors: dict[int, Exception] = {}
 
         def connected() -> RdmaStep:
             for number, (path, (_, rail_there), there) in enumerate(zip(paths, partners, their_pairs)):
                 try:
                     _connect(path, rail_there, there)
-                except OSError as exc:
+                except (OSError, UnsupportedError) as exc:
                     errors[number] = exc
             if len(errors) == len(paths):
                 raise errors[0]
@@ -180,8 +180,9 @@ def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int,
 
 
 def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
+    grh = path.rail.settings.rdma_grh
     path.pair.to_rtr(
-        pair.number, pair.psn, **path.route.chosen.path(rail.link_layer, rail.lid, rail.gid),
+        pair.number, pair.psn, **path.route.chosen.path(rail.link_layer, rail.lid, rail.gid, grh),
         mtu=min(rail.mtu, path.route.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
         traffic_class=path.rail.settings.rdma_traffic_class, sl=path.rail.settings.rdma_service_level,
     )
@@ -190,7 +191,7 @@ def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
                      rnr_retry=_RNR_RETRY)
 
 
-def _prove(paths: list[RailPath], errors: dict[int, OSError]) -> list[bool]:
+def _prove(paths: list[RailPath], errors: dict[int, Exception]) -> list[bool]:
     """Return over which *paths* a first write passes; all are tried at once. Adds to *errors*, by number."""
     proofs = [False] * len(paths)
 
@@ -212,11 +213,11 @@ def _prove(paths: list[RailPath], errors: dict[int, OSError]) -> list[bool]:
     return proofs
 
 
-def _why_unproven(path: RailPath, peer: int, error: OSError | None) -> str:
+def _why_unproven(path: RailPath, peer: int, error: Exception | None) -> str:
     gid = path.route.chosen.gid
     came_from = f"{path.rail.name}, GID {gid.index} ({gid.version} {gid.address})" if gid else path.rail.name
     if error is not None:
-        return f"queue pairs could not be connected from {came_from}: {error.strerror or error}"
+        return f"queue pairs could not be connected from {came_from}: {error}"
     what = (path.describe(f"node {peer}") if path.stream.failure() is not None
             else f"nothing came from node {peer} within {PROOF_TIMEOUT_S:g} s, or nothing came there")
     return f"queue pairs were connected, but a first write did not pass from {came_from}: {what}"

@@ -19,6 +19,7 @@ import bisect
 import contextlib
 import errno
 import logging
+import os
 import resource
 import threading
 import time
@@ -88,6 +89,11 @@ def queue_depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pai
             f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower "
             "BPSFAST_RDMA_QUEUE_PAIRS or BPSFAST_RDMA_QUEUE_DEPTH, or use tcp")
     return Depths(send, receive, n_streams * (send + receive))
+
+
+def completion_vector(wanted: int, n_vectors: int) -> int:
+    """Return the completion vector for the setting *wanted*; -1: by process, so that nodes of one machine differ."""
+    return os.getpid() % n_vectors if wanted < 0 else wanted
 
 
 def lockable_nbytes(root: Path = Path("/")) -> int | None:
@@ -181,7 +187,9 @@ class Rail:
             self.depths = queue_depths(chosen.device, self.attributes, n_peers, settings.rdma_queue_pairs,
                                         settings.rdma_queue_depth)
             self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
-            self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
+            self.queue = undo.enter_context(verbs.CompletionQueue(
+                self.device, self.depths.completions, events=True,
+                vector=completion_vector(settings.rdma_completion_vector, self.device.completion_vectors)))
             with on_cores(cores):  # a thread inherits them from the thread that starts it
                 self.native = native.Rail(self.queue.handle, port=chosen.port, awake_us=settings.awake_us,
                                           keep=self.queue)
