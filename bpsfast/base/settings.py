@@ -128,8 +128,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     io_backend: Annotated[Literal["epoll", "io_uring"], _about(
         "how these threads wait for sockets; io_uring needs Linux 6.1")] = "epoll"
     rdma_devices: Annotated[str, _about(
-        "RDMA devices to use, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, ^mlx5_1; empty: the device on "
-        "the route to the peer")] = ""
+        "RDMA devices to use, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, ^mlx5_1; empty: all active "
+        "ports, which pair up with the peer's by network or by number")] = ""
     verbs: Annotated[Literal["native", "pyverbs"], _about(
         "implementation of RDMA verbs: native (this package) or pyverbs (rdma-core's Python binding)")] = "native"
     rdma_gid_index: Annotated[int, _about(

@@ -8,16 +8,17 @@ a GID (RoCE). Of the usable ones, `choose` prefers in this order:
 3. the NUMA node that this process runs on;
 4. the higher rate, then the lower number, so that equal machines choose equally.
 
-Without `rdma_devices` the best port is used. With it, every usable port that it names is used. Rails pair up by their
-position among the named ports, in the order of their numbers, as in NCCL; a port that is down keeps its position. A
-port that is not on the kernel's route is used if there is no better one, because the addresses come from the control
-network, which is often a different network.
+All usable ports are used, or those that `rdma_devices` names, as in NCCL; without it not those whose GIDs pass no
+router if others have better ones. The best one comes first. A port that is not on the kernel's route is used, too: the
+addresses come from the control network, which is often a different network, and each rail may be a network of its own.
+Which ports of two machines are the ends of one rail follows from their networks, else from their position among all
+that could be used, in the order of their numbers; a port that is down keeps its position.
 """
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.value_formats import RdmaDeviceList, parse_rdma_devices
 from ..orchestration.errors import BpsError, ConfigError, UnsupportedError
@@ -39,7 +40,7 @@ _OTHER_DRIVERS = {
 class Rail:
     """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen.
 
-    `position`: the peer's rail with the same one is at the other end. `gbps`: the port's rate, 0 if unknown.
+    `position`, `network` (of its address, "": unknown): by them rails pair up. `gbps`: the port's rate, 0 if unknown.
     """
 
     device: str
@@ -49,6 +50,7 @@ class Rail:
     reason: str
     position: int = 0
     gbps: float = 0.0
+    network: str = ""
 
     @property
     def name(self) -> str:
@@ -107,10 +109,10 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     allowed = parse_rdma_devices(devices)
     _check_names(host, allowed, devices)
     route = _route(host, peer)
-    usable: list[tuple[tuple, Rail]] = []
+    usable: list[tuple[_Rank, Rail]] = []
     rejected: dict[str, str] = {}
-    named = sorted((natural(device.name), port.number) for device, port in host.ports
-                   if allowed.names_devices and allowed.admits(device.name, port.number))
+    places = sorted((natural(device.name), port.number) for device, port in host.ports
+                    if allowed.admits(device.name, port.number) and incapable(device) is None)
     for device, port in host.ports:
         name = f"{device.name}/{port.number}"
         if not allowed.admits(device.name, port.number):
@@ -122,16 +124,17 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
             rejected[name] = why_not
             continue
         gid = _gid(table, gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
-        position = named.index((natural(device.name), port.number)) if named else 0
+        position = places.index((natural(device.name), port.number))
         usable.append((_rank(host, device, port, gid, route),
                        Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
                             _reason(host, device, port, gid, route, allowed, gid_index), position,
-                            port.rate_gbps or 0.0)))
-    if allowed.names_devices:
-        rails = sorted((rail for _, rail in usable), key=lambda rail: (natural(rail.device), rail.port))
-        return RailChoice(tuple(rails), (), rejected, route)
+                            port.rate_gbps or 0.0, _network(host, port, gid))))
     ordered = [rail for _, rail in sorted(usable, key=lambda each: each[0])]
-    return RailChoice(tuple(ordered[:1]), tuple(ordered[1:]), rejected, route)
+    if allowed.names_devices:
+        return RailChoice(tuple(sorted(ordered, key=lambda rail: rail.position)), (), rejected, route)
+    poor = {rail.name for rank, rail in usable if rank.has_poor_gid}
+    used = [rail for rail in ordered if (rail.name in poor) == (ordered[0].name in poor)]
+    return RailChoice(tuple(used), tuple(rail for rail in ordered if rail not in used), rejected, route)
 
 
 def objection(device: RdmaDevice, port: Port, table: list[Gid]) -> str | None:
@@ -197,11 +200,32 @@ def on_route(host: Host, netdev: str | None, route: Route) -> bool:
     return netdev is not None and bool(host.family(netdev) & host.family(route.netdev))
 
 
-def _rank(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None) -> tuple:
+def _network(host: Host, port: Port, gid: Gid | None) -> str:
+    """Return the IP network of a RoCE port's address, or the subnet prefix of an InfiniBand port."""
+    if gid is None:
+        return ""
+    if not port.is_roce:
+        return gid.value[:8].hex(":", 2)
+    return next((str(interface.network) for netdev in host.netdevs.values() for interface in netdev.addresses
+                 if interface.ip == gid.address and not gid.is_link_local), "")
+
+
+class _Rank(NamedTuple):
+    """What makes a port worse than others, in the order of importance."""
+
+    is_off_route: bool
+    has_poor_gid: bool
+    is_far: bool
+    minus_gbps: float
+    device: tuple
+    port: int
+
+
+def _rank(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None) -> _Rank:
     is_off_route = route is not None and not on_route(host, gid.netdev if gid and gid.netdev else port.netdev, route)
     has_poor_gid = port.is_roce and (gid is None or gid.version != "v2" or gid.is_link_local)
     is_far = device.numa_node is not None and device.numa_node not in host.own_numa
-    return is_off_route, has_poor_gid, is_far, -(port.rate_gbps or 0.0), natural(device.name), port.number
+    return _Rank(is_off_route, has_poor_gid, is_far, -(port.rate_gbps or 0.0), natural(device.name), port.number)
 
 
 def _reason(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None,

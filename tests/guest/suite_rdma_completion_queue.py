@@ -37,7 +37,8 @@ class Node:
 
     def __init__(self, name: str, n_peers: int) -> None:
         self.rails = Rails(Settings(rdma_devices=f"={name}", rdma_queue_depth=SEND), 0)
-        [self.rail] = self.rails.towards(None, n_peers)
+        [self.route] = self.rails.towards(None, n_peers)
+        self.rail = self.route.rail
         self.memory = Segment(1 << 20, huge=False)
         self.bytes = np.frombuffer(self.memory, np.uint8)
         self.rails.register("slot", self.memory)
@@ -88,7 +89,7 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def connected(nodes: list[Node], n_pairs: int, n_slots: int = 100) -> list[RdmaLink]:
     """Return the links of both nodes, with *n_pairs* streams, which prove that they carry something."""
     def make(node: Node, sock: socket.socket) -> RdmaLink:
-        return make_link(sock, 1, lambda: [node.rail], n_pairs=n_pairs, n_nodes=2, epoch=1, n_slots=n_slots,
+        return make_link(sock, 1, lambda: [node.route], n_pairs=n_pairs, n_nodes=2, epoch=1, n_slots=n_slots,
                          limits=Limits(), deadline=time.monotonic() + 60)
 
     with ThreadPoolExecutor(2) as executor:

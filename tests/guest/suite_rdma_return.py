@@ -4,6 +4,7 @@ Runs in the guest.
 """
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.base.settings import Settings
+from bpsfast.hardware.host import Host
 from bpsfast.node.transport.rdma import Rails, handshake
 from bpsfast.trace import Limits
 from tests.guest.suite_rdma_job import HostedJob, compiled as compiled, errors_into, packets, running
@@ -101,23 +103,28 @@ def second_subnet():
 
 
 def test_peers_in_two_subnets_of_one_port_are_each_reached_from_their_own(second_subnet, no_leaks):
-    """Two links over one port: the address that reaches the first peer is not the second one's."""
-    sides = [Rails(Settings(transport="rdma", rdma_devices=f"=rxe{index}"), 0) for index in (0, 1)]
-    links = []
-    for number, subnet in enumerate(("10.9.0", "10.8.0")):
-        socks = socket.socketpair()
-        with ThreadPoolExecutor(2) as executor:
-            made = [executor.submit(
-                handshake.make_link, socks[index], 1 - index,
-                lambda index=index, subnet=subnet: sides[index].towards(f"{subnet}.{2 - index}:1", 2),
-                n_pairs=1, n_nodes=3, epoch=1, n_slots=8, limits=Limits(), deadline=time.monotonic() + 60)
-                for index in (0, 1)]
-            links += [each.result(60) for each in made]
-        assert [link.rails for link in links] == [("rxe0/1",), ("rxe1/1",)] * (number + 1)
-    assert [side.devices for side in sides] == [("rxe0",), ("rxe1",)]
-    for index in (0, 1):
-        paths = [link._paths[0] for link in links[index::2]]
-        assert paths[0].rail is paths[1].rail
-        assert [str(path.route.chosen.gid.address) for path in paths] == [f"10.9.0.{index + 1}", f"10.8.0.{index + 1}"]
-    for each in (*links, *sides):
-        each.close()
+    """Node 0 reaches two nodes over one port: the address that reaches the first one is not the second one's."""
+    subnets = ("10.9.0", "10.8.0")
+    rows = {str(row.address): row.index for row in Host().gids("rxe1", *Host().devices[1].ports)}
+    peers = [Rails(Settings(rdma_devices="=rxe1", rdma_gid_index=rows[f"{subnet}.2"]), 0) for subnet in subnets]
+    made = []
+    with contextlib.closing(Rails(Settings(rdma_devices="=rxe0"), 0)) as ours, contextlib.ExitStack() as rest:
+        for peer in peers:
+            rest.callback(peer.close)
+        for number, (subnet, peer) in enumerate(zip(subnets, peers)):
+            left, right = socket.socketpair()
+            found = (lambda subnet=subnet: ours.towards(f"{subnet}.77:1", 2)), (lambda peer=peer: peer.towards(None, 1))
+            with ThreadPoolExecutor(2) as executor:
+                ends = [executor.submit(
+                    handshake.make_link, sock, index, rails, n_pairs=1, n_nodes=3, epoch=1, n_slots=8, limits=Limits(),
+                    deadline=time.monotonic() + 60)
+                    for sock, index, rails in ((left, number + 1, found[0]), (right, 0, found[1]))]
+                for each in ends:
+                    link = each.result(60)
+                    rest.callback(link.close)
+                    made.append(link)
+        paths = [link._paths[0] for link in made[::2]]
+        assert paths[0].rail is paths[1].rail and ours.devices == ("rxe0",)
+        assert [str(path.route.chosen.gid.address) for path in paths] == ["10.9.0.1", "10.8.0.1"]
+        assert [link.rails for link in made] == [("rxe0/1",), ("rxe1/1",)] * 2
+        rest.close()

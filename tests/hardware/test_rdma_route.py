@@ -20,20 +20,35 @@ def names(choice: RailChoice) -> tuple[list[str], list[str], list[str]]:
     return [rail.name for rail in choice.rails], [rail.name for rail in choice.spare], list(choice.rejected)
 
 
-def test_without_a_peer_the_near_card_is_chosen(recorded_machine: Callable[[str], Machine]) -> None:
+def test_all_ports_are_used_and_without_a_peer_the_near_card_comes_first(
+        recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce")
     choice = chosen(machine)
-    assert names(choice) == (["mlx5_0/1"], ["mlx5_1/1"], [])
+    assert names(choice) == (["mlx5_0/1", "mlx5_1/1"], [], [])
+    assert [(rail.position, rail.network, rail.gbps) for rail in choice.rails] == [
+        (0, "10.1.0.0/24", 100.0), (1, "10.2.0.0/24", 100.0)]
     assert choice.rails[0].gid is not None and choice.rails[0].gid.index == 3
     assert "NUMA node 0, this process's" in choice.rails[0].reason
     machine.write("proc/self/status", "Cpus_allowed_list:\t16-31")
-    assert names(chosen(machine))[0] == ["mlx5_1/1"]
+    assert names(chosen(machine))[0] == ["mlx5_1/1", "mlx5_0/1"]
+
+
+def test_a_port_whose_address_passes_no_router_is_spare_beside_one_whose_does(
+        recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("mlx5_roce")
+    for row in (2, 3):
+        machine.write(f"sys/class/infiniband/mlx5_0/ports/1/gids/{row}", "0000:0000:0000:0000:0000:0000:0000:0000")
+    assert names(chosen(machine)) == (["mlx5_1/1"], ["mlx5_0/1"], [])
+    for row in (2, 3):
+        machine.write(f"sys/class/infiniband/mlx5_1/ports/1/gids/{row}", "0000:0000:0000:0000:0000:0000:0000:0000")
+    assert names(chosen(machine)) == (["mlx5_0/1", "mlx5_1/1"], [], []), "none has a better one"
 
 
 @pytest.mark.parametrize(("peer", "rail", "gid"), [("10.1.0.8", "mlx5_0/1", "10.1.0.7"),
                                                    ("10.2.0.8", "mlx5_1/1", "10.2.0.7")])
 def test_the_route_decides(peer: str, rail: str, gid: str, recorded_machine: Callable[[str], Machine]) -> None:
-    [found] = chosen(recorded_machine("mlx5_roce"), peer).rails
+    found, other = chosen(recorded_machine("mlx5_roce"), peer).rails
+    assert f"leaves by {found.netdev}, not by it" in other.reason
     assert found.name == rail and found.gid is not None and str(found.gid.address) == gid
     assert f"is on the route to {peer}" in found.reason
 
@@ -75,14 +90,14 @@ def test_a_global_route_header_needs_both_gids(recorded_machine: Callable[[str],
 
 
 def test_a_route_by_no_card_is_told_in_the_reason(recorded_machine: Callable[[str], Machine]) -> None:
-    [found] = chosen(recorded_machine("mlx5_roce"), "10.0.0.8").rails
+    found, _ = chosen(recorded_machine("mlx5_roce"), "10.0.0.8").rails
     assert "the route to 10.0.0.8 leaves by eth0, not by it" in found.reason
 
 
 def test_a_bond_or_vlan_is_one_wire_with_its_card(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce").answer(routes={"10.5.0.8": {"netdev": "bond0", "source": "10.5.0.7"}})
     machine.write("sys/class/net/bond0/ifindex", "9").write("sys/class/net/bond0/lower_eth3/ifindex", "5")
-    [found] = chosen(machine, "10.5.0.8").rails
+    found, _ = chosen(machine, "10.5.0.8").rails
     assert found.name == "mlx5_1/1" and "eth3 is on the route" in found.reason
 
 
@@ -96,15 +111,14 @@ def test_devices_that_are_named_are_all_used_in_the_order_of_their_numbers(
     assert choice.rejected["mlx5_0/1"] == "rdma_devices=^mlx5_0 leaves it out"
 
 
-def test_a_port_that_is_down_keeps_its_position(recorded_machine: Callable[[str], Machine]) -> None:
+@pytest.mark.parametrize("devices", ["", "mlx5_1,mlx5_0"])
+def test_a_port_that_is_down_keeps_its_position(devices: str, recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce")
-    both = chosen(machine, devices="mlx5_1,mlx5_0").rails
+    both = chosen(machine, devices=devices).rails
     assert [(rail.name, rail.position) for rail in both] == [("mlx5_0/1", 0), ("mlx5_1/1", 1)]
     machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
-    [left] = chosen(machine, devices="mlx5_1,mlx5_0").rails
+    [left] = chosen(machine, devices=devices).rails
     assert (left.name, left.position) == ("mlx5_1/1", 1)
-    [alone] = chosen(machine).rails
-    assert (alone.name, alone.position) == ("mlx5_1/1", 0), "the best port of each machine is the only rail"
 
 
 def test_a_device_that_does_not_exist_is_an_error_with_those_that_do(
@@ -117,7 +131,7 @@ def test_a_device_that_does_not_exist_is_an_error_with_those_that_do(
 
 def test_a_row_can_be_pinned_and_an_empty_one_is_an_error(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce")
-    [found] = chosen(machine, gid_index=1).rails
+    found, _ = chosen(machine, gid_index=1).rails
     assert found.gid is not None and found.gid.index == 1 and "link-local" in found.reason
     with pytest.raises(ConfigError, match=r"rdma_gid_index=4 is an empty row .*3 \(v2 10\.1\.0\.7\)"):
         chosen(machine, gid_index=4)

@@ -36,7 +36,7 @@ def test_json_has_base_units(recorded_machine: Callable[[str], Machine]) -> None
     told = json.loads(run("devices", "--json", "--root", str(recorded_machine("mlx5_roce").root)).stdout)
     port = told["devices"][1]["ports"][0]
     assert port["rate_bits_per_s"] == 100e9 and port["netdev_mtu"] == 1500 and port["roce_mtu"] == 1024
-    assert port["use"] == "spare" and told["devices"][0]["ports"][0]["use"] == "used"
+    assert port["use"] == "used" and told["devices"][0]["ports"][0]["use"] == "used"
     assert told["devices"][1]["pcie"]["bits_per_s"] < told["devices"][1]["pcie"]["max_bits_per_s"]
     assert told["cards"][0]["netdev"] == "eth0"
 
@@ -48,9 +48,9 @@ def test_the_peer_and_the_settings_decide_what_is_used(recorded_machine: Callabl
         told = json.loads(run("gids", "--json", "--root", root, *arguments).stdout)
         return [f"{row['device']} {row['index']}" for row in told if row["used"]]
 
-    assert used() == ["mlx5_0 3"] and used("--peer", "10.2.0.8") == ["mlx5_1 3"]
-    assert used("--set", "rdma_devices=mlx5") == ["mlx5_0 3", "mlx5_1 3"]
-    assert used("--set", "rdma_gid_index=1") == ["mlx5_0 1"]
+    assert used() == used("--peer", "10.2.0.8") == ["mlx5_0 3", "mlx5_1 3"]
+    assert used("--set", "rdma_devices=mlx5_1") == ["mlx5_1 3"]
+    assert used("--set", "rdma_gid_index=1") == ["mlx5_0 1", "mlx5_1 1"]
 
 
 def test_csv_has_the_same_rows(recorded_machine: Callable[[str], Machine]) -> None:

@@ -27,8 +27,12 @@ class Pair:
         self.asked["to_rts"] = how
 
 
+#: Of the same subnet as ours.
+PEER = b"\1" * 8 + b"\2" * 8
+
+
 @pytest.mark.parametrize(("link_layer", "address"), [
-    ("Ethernet", {"lid": 0, "gid": b"\2" * 16, "gid_index": 3}),
+    ("Ethernet", {"lid": 0, "gid": PEER, "gid_index": 3}),
     ("InfiniBand", {"lid": 7}),  # no global route header, which costs 40 bytes of each packet and may lead elsewhere
 ])
 def test_a_path_is_addressed_as_the_transport_does(link_layer, address):
@@ -36,7 +40,7 @@ def test_a_path_is_addressed_as_the_transport_does(link_layer, address):
     end.plan, end.pairs, end._max_reads = plans.make("bw", {"transport": "rdma"}), [Pair()], 4
     end.rail = Rail("mlx5_0", 1, Gid("mlx5_0", 1, 3, b"\1" * 16, "v2", None), None, "")
     end.port = {"link_layer": link_layer, "active_mtu": 4096}
-    end.connect({"link_layer": link_layer, "mtu": 2048, "lid": address["lid"], "gid": b"\2" * 16, "reads": 4,
+    end.connect({"link_layer": link_layer, "mtu": 2048, "lid": address["lid"], "gid": PEER, "reads": 4,
                  "numbers": [5], "psns": [6]})
     asked = end.pairs[0].asked["to_rtr"]
     assert {name: asked[name] for name in ("lid", "gid", "gid_index") if name in asked} == address

@@ -44,8 +44,8 @@ def rails(facts: Facts) -> Outcome:
         return failed(f"{facts.peer_name} has no port that could be used: {reasons or 'it has no RDMA device'}",
                       peer="bpsfast doctor")
     if len(ours) != len(theirs):
-        return failed(f"number of ports that would be used: {len(ours)} here ({_names(ours)}), {len(theirs)} at "
-                      f"{facts.peer_name} ({_names(theirs)}); rails pair up by position",
+        return warned(f"number of ports that would be used: {len(ours)} here ({_names(ours)}), {len(theirs)} at "
+                      f"{facts.peer_name} ({_names(theirs)}); those without a counterpart carry nothing",
                       job="set BPSFAST_RDMA_DEVICES to as many ports on all machines, in the same order")
     if len(ours) < 2:
         return skipped("one port is used: no rails to compare")

@@ -25,6 +25,8 @@ def place(facts: Facts) -> Outcome:
     remote = facts.host.numa.keys() - facts.host.own_numa
     far = [device for device in cards if device.name in used and device.numa_node in remote
            and facts.host.numa[device.numa_node].cpus]
+    if len(far) < len(used):  # a node that uses several cards is far from some of them
+        far = []
     own = "node " + ", ".join(map(str, sorted(facts.host.own_numa))) if facts.host.own_numa else "none known"
     lines = [words for _, words in narrow]
     lines += [f"{device.name} is on NUMA node {device.numa_node}, this process runs on {own}" for device in far]

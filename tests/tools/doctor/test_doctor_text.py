@@ -16,7 +16,7 @@ def _finding(outcome: Outcome, code: str = "X1") -> Finding:
 
 
 @pytest.mark.parametrize(("outcomes", "words"), [
-    ([passed("x")], "No problem found. Transport that would be used now: rdma (rxe0/1)"),
+    ([passed("x")], "No problem found. Transport that would be used now: rdma (rxe0/1, rxe1/1)"),
     ([info("x")], "No problem found."),
     ([warned("x")], "1 problem, it does not block RDMA."),
     ([failed("x")], "1 problem, it blocks RDMA. Transport that would be used now: tcp (2 streams)"),
@@ -30,7 +30,7 @@ def test_the_verdict_counts_and_names_the_transport(outcomes: list[Outcome], wor
 
 
 @pytest.mark.parametrize(("transport", "outcome", "words"), [
-    ("auto", passed("x"), "rdma (rxe0/1)"), ("rdma", passed("x"), "rdma (rxe0/1)"),
+    ("auto", passed("x"), "rdma (rxe0/1, rxe1/1)"), ("rdma", passed("x"), "rdma (rxe0/1, rxe1/1)"),
     ("tcp", passed("x"), "tcp (2 streams)"), ("shm", passed("x"), "shm (one machine only)"),
     ("auto", failed("x"), "tcp (2 streams)"), ("rdma", failed("x"), "none: the setting transport=rdma"),
 ])

@@ -52,13 +52,13 @@ def test_the_way_to_put_it_right_is_by_where_we_run(recorded_machine: Callable[[
 def test_settings_that_contradict_the_machine_are_told_and_do_not_hide_it(
         recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("mlx5_roce").facts(rdma_devices="mlx5_9")
-    assert "mlx5_9" in facts.choice_error and [rail.name for rail in facts.choice.rails] == ["mlx5_0/1"]
+    assert "mlx5_9" in facts.choice_error and [rail.name for rail in facts.choice.rails] == ["mlx5_0/1", "mlx5_1/1"]
     assert recorded_machine("mlx5_roce").facts().choice_error == ""
 
 
 def test_used_usable_and_capable(recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("mlx5_roce").facts()
-    assert [rail.device for rail in facts.choice.rails] == ["mlx5_0"]
+    assert [rail.device for rail in facts.choice.rails] == ["mlx5_0", "mlx5_1"]
     assert [device.name for device, _ in facts.usable] == ["mlx5_0", "mlx5_1"]
     assert facts.path_mtus == {"mlx5_0/1": 4096, "mlx5_1/1": 1024}
     efa = recorded_machine("efa").facts()

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -154,26 +154,56 @@ class _Exchange:
         return min(STEP_TIMEOUT_S, max(0.1, self._deadline - time.monotonic()))
 
 
+def pairs_of(ours: Sequence[RailOffer], theirs: Sequence[RailOffer]) -> list[tuple[int, int]]:
+    """Return which of *ours* and of *theirs* are the ends of one rail, by their places; the peer finds the same rails.
+
+    Ports of one network pair up, first those of the same position, then the others in the order of their positions. If
+    no two ports are of one network, as where each link is routed, ports of the same position pair up; and if there are
+    none either, all in the order of their positions.
+    """
+    found: list[tuple[int, int]] = []
+
+    def pair(left: list[int], right: list[int]) -> None:
+        found.extend(zip(sorted(left, key=lambda n: ours[n].position), sorted(right, key=lambda n: theirs[n].position)))
+
+    networks = {each.network for each in ours if each.network} & {each.network for each in theirs}
+    positions = {each.position for each in ours} & {each.position for each in theirs}
+    for network in sorted(networks):
+        left = [n for n, each in enumerate(ours) if each.network == network]
+        right = [n for n, each in enumerate(theirs) if each.network == network]
+        same = {ours[n].position for n in left} & {theirs[n].position for n in right}
+        pair([n for n in left if ours[n].position in same], [n for n in right if theirs[n].position in same])
+        pair([n for n in left if ours[n].position not in same], [n for n in right if theirs[n].position not in same])
+    if not networks:
+        pair([n for n, each in enumerate(ours) if each.position in positions or not positions],
+             [n for n, each in enumerate(theirs) if each.position in positions or not positions])
+    return found
+
+
 def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int,
              least_rails: int) -> list[tuple[PeerRail, RailOffer]]:
-    """Return the rails of each stream: ports pair up by position, and the streams take turns over them."""
+    """Return the rails of each stream, in the order in which the streams take turns over them."""
     if theirs.version != rdma_messages.VERSION:
         raise NoRdmaError(f"node {peer} has version {theirs.version} of the RDMA handshake, this node "
                           f"{rdma_messages.VERSION}")
-    ends = {each.position: each for each in theirs.rails}
-    offers = [(mine, mine.offer()) for mine in rails]
-    partners = [(mine, ends[ours.position]) for mine, ours in offers if ours.position in ends]
-    for mine, there in partners:
-        ours = mine.offer()
-        if (ours.link_layer, ours.version) != (there.link_layer, there.version):
-            raise NoRdmaError(f"{mine.name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
-                              f"{there.device}/{there.port} ({there.link_layer}, GID {there.version}): choose GIDs of "
-                              "one kind with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
+    offers = [rail.offer() for rail in rails]
+    partners: list[tuple[PeerRail, RailOffer]] = []
+    unlike = ""
+    for mine, other in pairs_of(offers, theirs.rails):
+        ours, there = offers[mine], theirs.rails[other]
+        if (ours.link_layer, ours.version) == (there.link_layer, there.version):
+            partners.append((rails[mine], there))
+        else:
+            unlike = (f"{rails[mine].name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
+                      f"{there.device}/{there.port} ({there.link_layer}, GID {there.version}): choose GIDs of one kind "
+                      "with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
+    if unlike and not partners:
+        raise NoRdmaError(unlike)
     if not theirs.rails or n_pairs < 1:
         raise NoRdmaError(f"node {peer} offers no port")
     if len(partners) < least_rails:
-        here, away = (", ".join(f"{each.device}/{each.port} (number {each.position})" for each in them)
-                      for them in ([ours for _, ours in offers], theirs.rails))
+        here, away = (", ".join(f"{each.device}/{each.port} ({each.network or 'network unknown'})" for each in them)
+                      for them in (offers, theirs.rails))
         raise NoRdmaError(f"{len(partners)} ports have their counterpart on the other side, {least_rails} are needed: "
                           f"{here} here, {away} on node {peer}")
     return partners * n_pairs

@@ -296,7 +296,7 @@ class PeerRail(NamedTuple):
         return RailOffer(device=rail.device_name, port=rail.port_number, link_layer=port["link_layer"],
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=port["lid"],
                          mtu=min(port["active_mtu"], rail.settings.rdma_mtu or port["active_mtu"]),
-                         position=rail.position, gbps=self.chosen.gbps)
+                         position=rail.position, gbps=self.chosen.gbps, network=self.chosen.network)
 
     def port_now(self) -> PortNow:
         """Return the present state of the port, including events that the device has reported."""
@@ -377,13 +377,13 @@ class Rails:
             with self._lock:
                 if self._closed:
                     raise NoRdmaError("the node is closing")
-                unused = [each.name for each in chosen if each.name not in self._open]
-                if unused and not opens:
-                    raise NoRdmaError(f"no peer was reached by {', '.join(unused)} when the job began, so no memory is "
-                                      "registered there")
+                wanted = [each for each in chosen if opens or each.name in self._open]
+                if not wanted:
+                    raise NoRdmaError(f"no peer was reached by {', '.join(each.name for each in chosen)} when the job "
+                                      "began, so no memory is registered there")
                 self._limit = lockable_nbytes()
-                require_lockable(self._least_nbytes, 0, len(chosen), "a node", self._limit)
-                return [self._opened(each, n_peers) for each in chosen]
+                require_lockable(self._least_nbytes, 0, len(wanted), "a node", self._limit)
+                return [self._opened(each, n_peers) for each in wanted]
 
     def towards_again(self, address: str, names: Collection[str]) -> list[PeerRail]:
         """Return those of the rails *names*, which led to *address*, that are open and can be used now.

@@ -27,7 +27,7 @@ VERSION = 2
 class RailOffer(messages.Record):
     """One port: `gid` is empty on InfiniBand without a table, `version` v1, v2 or IB; `mtu` in bytes.
 
-    Ports of the same `position` are the two ends of a rail. `gbps`: its rate in Gbit/s, 0 if unknown.
+    By `network` and `position` the ports of two nodes pair up. `gbps`: the port's rate in Gbit/s, 0 if unknown.
     """
 
     device: str
@@ -39,6 +39,7 @@ class RailOffer(messages.Record):
     mtu: int
     position: int = 0
     gbps: float = 0.0
+    network: str = ""
 
 
 class RdmaOffer(messages.Message):
