@@ -40,7 +40,8 @@ _OTHER_DRIVERS = {
 class Rail:
     """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen.
 
-    `position`, `network` (of its address, "": unknown): by them rails pair up. `gbps`: the port's rate, 0 if unknown.
+    `position`, `network` (of its address, "": unknown), `is_on_route` (of the kernel to the peer): by them rails pair
+    up. `gbps`: the port's rate, 0 if unknown.
     """
 
     device: str
@@ -51,6 +52,7 @@ class Rail:
     position: int = 0
     gbps: float = 0.0
     network: str = ""
+    is_on_route: bool = False
 
     @property
     def name(self) -> str:
@@ -125,10 +127,12 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
             continue
         gid = _gid(table, gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
         position = places.index((natural(device.name), port.number))
-        usable.append((_rank(host, device, port, gid, route),
+        rank = _rank(host, device, port, gid, route)
+        usable.append((rank,
                        Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
                             _reason(host, device, port, gid, route, allowed, gid_index), position,
-                            port.rate_gbps or 0.0, _network(host, port, gid))))
+                            port.rate_gbps or 0.0, _network(host, port, gid),
+                            route is not None and not rank.is_off_route)))
     ordered = [rail for _, rail in sorted(usable, key=lambda each: each[0])]
     if allowed.names_devices:
         return RailChoice(tuple(sorted(ordered, key=lambda rail: rail.position)), (), rejected, route)
@@ -283,15 +287,17 @@ def rails_gbps(host: Host, address: str, devices: str = "", gid_index: int = -1)
     except BpsError as exc:  # reported later, if RDMA is needed
         return 0.0, str(exc)
     ports = {(device.name, port.number): (device, port) for device, port in host.ports}
-    total = 0.0
+    total, known = 0.0, []
     for rail in rails:
         device, port = ports[rail.device, rail.port]
         # a software device is as fast as the interface below it
         gbps = port.rate_gbps or 0.0 if device.pcie or port.netdev is None else _told(host, port.netdev, frozenset())[0]
-        if not gbps:
-            return 0.0, f"{rail.name} is no card whose rate is known"
+        if gbps:
+            known.append(rail.name)
         total += gbps
-    return total, ", ".join(rail.name for rail in rails) + " by RDMA" if rails else "there is no RDMA port to use"
+    if rails and not known:
+        return 0.0, f"{', '.join(rail.name for rail in rails)}: no card whose rate is known"
+    return total, ", ".join(known) + " by RDMA" if rails else "there is no RDMA port to use"
 
 
 def _told(host: Host, name: str, seen: frozenset[str]) -> tuple[float, str]:

@@ -44,6 +44,7 @@ GRACE_S = 2.0
 #: How long an RDMA link has to live for the next return to RDMA to come soon; the longest pause before it.
 _SHORT_LIFE_S, _MOST_PAUSE_S = 60.0, 300.0
 _WATCH_RAILS_S = 1.0
+_FLUSH_S = 0.05
 
 
 @dataclass
@@ -83,13 +84,14 @@ class Reconnects:
     The same happens at once where tcp must not be used: with transport=rdma, or partitions in GPU memory. If the new
     link fails before it is used, tcp is sought as for any other.
 
-    *run_with_heartbeats*: see `ControlLoop`. *read*: reads the channel of a link. *on_fenced*: called with a node's
-    index when its slots need not be waited for. *on_lost*: called with a node's index and the reason when a reconnect
-    has failed.
+    *run_with_heartbeats*: see `ControlLoop`. *read*: reads the channel of a link. *is_ending*: whether the job is over
+    here. *on_fenced*: called with a node's index when its slots need not be waited for. *on_lost*: called with a node's
+    index and the reason when a reconnect has failed.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
                  run_with_heartbeats: Callable[[Callable[[], Any]], Any], read: Callable[[TalkingLink], object],
+                 is_ending: Callable[[], bool],
                  on_fenced: Callable[[int], None], on_lost: Callable[[int, str], None]) -> None:
         self._leaves_rdma = settings.transport == "auto"
         # A peer may be as busy as at the start; one that does not answer at all is given up sooner.
@@ -99,12 +101,13 @@ class Reconnects:
         self._peering = peering
         self._run_with_heartbeats = run_with_heartbeats
         self._read = read
+        self._is_ending = is_ending
         self._on_fenced = on_fenced
         self._on_lost = on_lost
         self._under_way: dict[int, Reconnect] = {}
         self._forgotten: set[int] = set()
         self._made: dict[int, RdmaLink] = {}  # in the background, and not used yet
-        self._rails: dict[int, tuple[str, ...]] = {}  # the most that have reached each node
+        self._rails: dict[int, dict[str, str]] = {}  # the most that have reached each node; see `RdmaLink.rails`
         self._returned_at: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
         self._without_tcp: set[int] = set()  # the nodes that have said that tcp must not be used
@@ -118,10 +121,11 @@ class Reconnects:
         link = self._runtime.links.get(index)
         if not isinstance(link, TcpLink | RdmaLink) or not self._close(index, link, reason):
             return False
-        if reconnect is not None and reconnect.fresh is link:
-            self._loop.forget(link.channel.fileno())
-            link.channel.close()  # by this the peer learns of it, which may not use the link yet either
+        was_fresh = reconnect is not None and reconnect.fresh is link
         reconnect = self._under_way[index]
+        if was_fresh and isinstance(link, RdmaLink):
+            self._returned_at[index] = time.monotonic()
+            link.tell(LinkClosed(by_tcp=reconnect.by_tcp))  # the peer may not use it yet, so would not notice
         if not reconnect.by_tcp and isinstance(link, RdmaLink) and not link.may_return:
             del self._under_way[index]
             return False
@@ -161,10 +165,18 @@ class Reconnects:
     def message(self, link: RdmaLink, message: LinkTaken | LinkResumed | LinkClosed) -> None:
         """Handle what the peer says about *link*."""
         index = link.index
+        if self._is_ending():
+            return
         if isinstance(message, LinkClosed):
-            self._without_tcp.add(index)
+            if self._made.get(index) is link:
+                self._drop_made(index)
+                return
+            if not message.by_tcp:
+                self._without_tcp.add(index)
             reconnect = self._under_way.get(index)
-            if reconnect is not None and reconnect.link is link and reconnect.by_tcp and reconnect.fresh is None:
+            if reconnect is not None and reconnect.link is link and reconnect.fresh is None:
+                if message.by_tcp or not reconnect.by_tcp:
+                    return  # both know, and seek the same
                 reconnect.by_tcp = False
                 self._seek(index, reconnect)
             elif self._runtime.links.get(index) is link:
@@ -182,7 +194,7 @@ class Reconnects:
             self._on_fenced(index)
             log.warning("node %d is reached by rdma again, over %s", index, " and ".join(link.rails))
             self._returned_at[index] = time.monotonic()
-            if len(link.rails) < len(self._rails.get(index, ())):
+            if len(link.rails) < len(self._rails.get(index, {})):
                 self._seek_rdma(index, len(link.rails) + 1)
 
     def channel_ended(self, link: TalkingLink) -> bool:
@@ -196,7 +208,8 @@ class Reconnects:
         reconnect = self._under_way.get(index)
         if reconnect is not None and reconnect.fresh is link:
             return self.begin(index, "the connection of its rendezvous ended")
-        if index in self._made:  # which both have: the peer changes over to it, and closes the one before
+        if self._peering.rdma_returns.seeks(index) and not self._is_ending():
+            # A node that changes over to a link that is made closes the one before.
             return self.begin(index, f"node {index} has closed it")
         return reconnect is not None and reconnect.by_tcp
 
@@ -224,7 +237,7 @@ class Reconnects:
             return False
         by_tcp = isinstance(link, TcpLink)
         if isinstance(link, RdmaLink):
-            self._rails[index] = max(self._rails.get(index, ()), link.rails, key=len)
+            self._rails[index] = max(self._rails.get(index, {}), link.rails, key=len)
             by_tcp = (self._leaves_rdma and index not in self._without_tcp
                       and not self._runtime.gpu_direct.reaches(link))
         self._under_way[index] = Reconnect(link, reason, by_tcp)
@@ -259,7 +272,7 @@ class Reconnects:
     def _refuse_tcp(self, index: int, reconnect: Reconnect) -> None:
         self._peering.reconnector.cancel(index)
         if isinstance(reconnect.link, RdmaLink):
-            reconnect.link.tell(LinkClosed())
+            reconnect.link.tell(LinkClosed(by_tcp=False))
 
     def _seek_rdma(self, index: int, least_rails: int) -> None:
         """Seek an RDMA link in the background; the sooner, the longer the last one has lived."""
@@ -290,8 +303,7 @@ class Reconnects:
             self._on_lost(index, "a queue pair to it could not be destroyed")
             return False
         reconnect = self._under_way[index]
-        if isinstance(reconnect.link, RdmaLink):
-            self._loop.forget(reconnect.link.channel.fileno())
+        before = reconnect.link.channel.fileno() if isinstance(reconnect.link, RdmaLink) else -1
         self._peering.reconnector.cancel(index)
         try:
             begun = self._run_with_heartbeats(partial(self._runtime.begin_rdma, made))
@@ -299,6 +311,8 @@ class Reconnects:
             log.warning("node %d is not reached by rdma again: %s", index, exc)
             self._returned_at[index] = time.monotonic()
             return False
+        if before >= 0:
+            self._loop.forget(before)  # it is closed
         self._loop.watch(made.channel.fileno(), partial(self._read, made))
         self._peering.replaced(made, f"rdma works again ({reconnect.reason})")
         reconnect.fresh = made
@@ -449,7 +463,8 @@ class Peers:
         deadline = time.monotonic() + patience_s
         for link in self._node.runtime.installer.uncovered(generation):
             while link.covered < generation and not link.fenced:
-                if is_ready(link.channel.fileno(), deadline - time.monotonic()) and not self._read(link):
+                self._node.runtime.flush()  # the peer may need the rest of what it is told first
+                if is_ready(link.channel.fileno(), _FLUSH_S) and not self._read(link):
                     break
                 if time.monotonic() >= deadline:
                     why = f"it did not tell where generation {generation} is to be written within {patience_s:g} s"
@@ -511,7 +526,8 @@ class Peers:
         for link in self._node.runtime.talking_links():
             self._watch(link)
         self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._connector,
-                                      self._node.run_with_heartbeats, self._read, self._plans.without, self._lost)
+                                      self._node.run_with_heartbeats, self._read, lambda: self._node.ending,
+                                      self._plans.without, self._lost)
         self._local_ranks.connected(me, self._job, self._connector.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced

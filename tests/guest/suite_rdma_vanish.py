@@ -153,7 +153,7 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(kind, no_leak
     end, lost, fenced = made[0], [], []
     settings = msgspec.structs.replace(end.settings, start_timeout_s=1.0)
     reconnects = Reconnects(settings, end.loop, end.runtime, end.peering, lambda work: work(), lambda link: None,
-                            fenced.append, lambda index, reason: lost.append((index, reason)))
+                            lambda: False, fenced.append, lambda index, reason: lost.append((index, reason)))
     link = end.runtime.links[1]
     assert reconnects.begin(1, "a test")
     assert reconnects.begin(1, "its other streams say so, too")

@@ -22,7 +22,7 @@ RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", g
     rdma_messages.LinkTaken(),
     rdma_messages.LinkResumed(generation=3, awaited={1: 7, 1 << 19: (1 << 32) - 1}, slots=(
         rdma_messages.Slot(part=1, even=1 << 47, odd=4096, rkey=1, nbytes=5, framed=True),)),
-    rdma_messages.LinkClosed(),
+    rdma_messages.LinkClosed(by_tcp=True),
 ], ids=lambda message: type(message).__name__)
 def test_what_was_said_is_read(message):
     assert rdma_messages.decode(messages.encode(message)) == message

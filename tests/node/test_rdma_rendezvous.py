@@ -17,8 +17,8 @@ RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", g
                                mtu=4096)
 
 
-def offer(position: int, network: str) -> rdma_messages.RailOffer:
-    return msgspec.structs.replace(RAIL, position=position, network=network)
+def offer(position: int, network: str, is_on_route: bool = False) -> rdma_messages.RailOffer:
+    return msgspec.structs.replace(RAIL, position=position, network=network, is_on_route=is_on_route)
 
 
 A, B, C = "10.1.0.0/24", "10.2.0.0/24", "10.3.0.0/24"
@@ -31,6 +31,9 @@ PAIRS = {
     "another port on each side": ([(1, A)], [(0, A)], [(0, 0)]),
     "one has a card for storage": ([(0, C), (1, A)], [(0, A)], [(1, 0)]),
     "each has another network": ([(0, C), (1, A)], [(0, A), (1, B)], [(1, 0)]),
+    "one network for all, and routed links": ([(0, A), (1, B)], [(0, A), (1, C)], [(0, 0), (1, 1)]),
+    "routed, and numbered the other way round": ([(0, A), (1, B, True)], [(0, C, True), (1, "")], [(1, 0)]),
+    "routed, the first is on the route": ([(0, A, True), (1, B)], [(0, C, True), (1, "")], [(0, 0), (1, 1)]),
     "routed links": ([(0, A), (1, B)], [(0, C), (1, "10.4.0.0/24")], [(0, 0), (1, 1)]),
     "routed links, a port is down": ([(1, B)], [(0, C), (1, "10.4.0.0/24")], [(0, 1)]),
     "routed, with another port on each side": ([(0, A)], [(1, B)], [(0, 0)]),

@@ -10,7 +10,7 @@ from bpsfast.node.transport.rdma import NoRdmaError, returns
 from bpsfast.node.transport.rdma.returns import RdmaReturns
 
 WAIT_S = 20.0
-RAILS = ("mlx5_0/1", "mlx5_1/1")
+RAILS = {"mlx5_0/1": "mlx5_0/1", "mlx5_1/1": "mlx5_2/1"}
 
 
 class Link:
@@ -30,11 +30,11 @@ class Node:
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Link | Exception] = queue.Queue()
-        self.asked: queue.Queue[tuple[int, tuple[str, ...], int]] = queue.Queue()
+        self.asked: queue.Queue[tuple[int, dict[str, str], int]] = queue.Queue()
         self.news: queue.Queue[None] = queue.Queue()
         self.returns = RdmaReturns(self._dial, lambda: self.news.put(None))
 
-    def _dial(self, index: int, rails: tuple[str, ...], least_rails: int) -> Link:
+    def _dial(self, index: int, rails: dict[str, str], least_rails: int) -> Link:
         self.asked.put((index, rails, least_rails))
         answer = self.answers.get(timeout=WAIT_S)
         if isinstance(answer, Exception):
@@ -91,7 +91,7 @@ def test_what_is_not_wanted_is_closed(node):
     node.returns.seek(1, RAILS, 2, dials=False)
     assert kept.closed.is_set() and not node.returns.links()
     poor = Link(1)
-    poor.rails = RAILS[:1]
+    poor.rails = {"mlx5_0/1": "mlx5_0/1"}
     node.returns.offer(1, poor)  # of an attempt before
     assert poor.closed.is_set()
     node.returns.offer(1, last := Link(1))

@@ -292,7 +292,7 @@ class Peering:
             self.reasons[index] = reason or self.reasons[index]
         self.reconnector.seek(index, awaited)
 
-    def seek_rdma(self, index: int, rails: tuple[str, ...], least_rails: int, *, pause_s: float = 0.0,
+    def seek_rdma(self, index: int, rails: Mapping[str, str], least_rails: int, *, pause_s: float = 0.0,
                   is_urgent: bool = False) -> None:
         """Seek an RDMA link to node *index*; see `RdmaReturns.seek`. `notify` is called when there is one."""
         self.rdma_returns.seek(index, rails, least_rails, dials=index < self._me.index, pause_s=pause_s,
@@ -431,7 +431,7 @@ class Peering:
         self.offer(self._make_rdma_link(sock, peer, epoch, rails, self._deadline),
                    f"a first write passed both ways; {reason}")
 
-    def _dial_rdma_again(self, index: int, rails: tuple[str, ...], least_rails: int) -> rdma.RdmaLink:
+    def _dial_rdma_again(self, index: int, rails: Mapping[str, str], least_rails: int) -> rdma.RdmaLink:
         peer = self._peers.get(index)
         if peer is None:
             raise StallError(f"node {index} is no peer any more")
@@ -443,15 +443,16 @@ class Peering:
                                   epochs=self._epochs, deadline=now + _RETURN_CONNECT_S, link=1,
                                   encryption=self._encryption)
         return self._make_rdma_link(sock, peer, epoch, partial(self._rails.towards_again, peer.address, rails),
-                                    now + _RETURN_S, least_rails)
+                                    now + _RETURN_S, least_rails, rails)
 
     def _make_rdma_link(self, sock: socket.socket, peer: NodeInfo, epoch: int, rails: Callable[[], list[PeerRail]],
-                        deadline: float, least_rails: int = 1) -> rdma.RdmaLink:
+                        deadline: float, least_rails: int = 1,
+                        known: Mapping[str, str] | None = None) -> rdma.RdmaLink:
         settings = self._settings
         tcp.end_when_silent(sock, settings.lease_s)
         return handshake.make_link(
             sock, peer.index, rails, n_pairs=self._rails.n_pairs, n_nodes=self._n_nodes_with(peer.index), epoch=epoch,
-            n_slots=MAX_PARTS, limits=limits(settings), deadline=deadline, least_rails=least_rails)
+            n_slots=MAX_PARTS, limits=limits(settings), deadline=deadline, least_rails=least_rails, known=known)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
         """Return why *peer* is reached by tcp and not by rdma; raise if the setting requires rdma."""
@@ -582,7 +583,7 @@ class Peering:
             return
         try:
             rails = partial(self._rails.towards_again, peer.address, wanted[0])
-            link = self._make_rdma_link(sock, peer, epoch, rails, time.monotonic() + _RETURN_S, wanted[1])
+            link = self._make_rdma_link(sock, peer, epoch, rails, time.monotonic() + _RETURN_S, wanted[1], wanted[0])
         except (BpsError, OSError) as exc:
             log.debug("no RDMA link to node %d yet: %s", index, exc)
         else:

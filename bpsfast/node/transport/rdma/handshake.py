@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -40,12 +40,13 @@ M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep, RdmaProven)
 
 def make_link(
     sock: socket.socket, peer: int, find: Callable[[], list[PeerRail]], *, n_pairs: int, n_nodes: int, epoch: int,
-    n_slots: int, limits: Limits, deadline: float, least_rails: int = 1,
+    n_slots: int, limits: Limits, deadline: float, least_rails: int = 1, known: Mapping[str, str] | None = None,
 ) -> RdmaLink:
     """Make a link to node *peer* over the authenticated connection *sock*, which is owned by the link, or closed.
 
     *find* returns this node's rails to the peer, or raises `NoRdmaError`. *deadline* in monotonic seconds. A link of
-    fewer than *least_rails* rails is not made. Blocks.
+    fewer than *least_rails* rails is not made. *known*: the rails that led there before (`RdmaLink.rails`), and are the
+    only ones to use. Blocks.
 
     Raises
     ------
@@ -65,12 +66,12 @@ def make_link(
                              n_pairs=n_pairs)
 
         theirs = talk.exchange(our_offer, RdmaOffer(version=rdma_messages.VERSION))
-        partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer, least_rails)
+        partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer, least_rails, known)
         paths: list[RailPath] = []
 
         def our_pairs() -> RdmaPairs:
-            for rail, _ in partners:
-                paths.append(RailPath.over(rail, epoch, n_slots, limits))
+            for rail, far in partners:
+                paths.append(RailPath.over(rail, f"{far.device}/{far.port}", epoch, n_slots, limits))
                 undo.callback(paths[-1].close)
             return RdmaPairs(pairs=tuple(PairOffer(number=path.pair.number, psn=path.pair.psn) for path in paths))
 
@@ -157,31 +158,38 @@ class _Exchange:
 def pairs_of(ours: Sequence[RailOffer], theirs: Sequence[RailOffer]) -> list[tuple[int, int]]:
     """Return which of *ours* and of *theirs* are the ends of one rail, by their places; the peer finds the same rails.
 
-    Ports of one network pair up, first those of the same position, then the others in the order of their positions. If
-    no two ports are of one network, as where each link is routed, ports of the same position pair up; and if there are
-    none either, all in the order of their positions.
+    Ports of one network pair up first. Of the others, as where each link is routed, those on the route to the other
+    node, then those of the same position. If there is no pair at all, they pair up in the order of their positions.
+    Within each group ports of equal positions come first. Whether a pair works is found by its first write.
     """
     found: list[tuple[int, int]] = []
+    left, right = set(range(len(ours))), set(range(len(theirs)))
 
-    def pair(left: list[int], right: list[int]) -> None:
-        found.extend(zip(sorted(left, key=lambda n: ours[n].position), sorted(right, key=lambda n: theirs[n].position)))
+    def pair(here: Iterable[int], there: Iterable[int]) -> None:
+        fresh = list(zip(sorted(here, key=lambda n: ours[n].position), sorted(there, key=lambda n: theirs[n].position)))
+        found.extend(fresh)
+        left.difference_update(n for n, _ in fresh)
+        right.difference_update(n for _, n in fresh)
 
-    networks = {each.network for each in ours if each.network} & {each.network for each in theirs}
-    positions = {each.position for each in ours} & {each.position for each in theirs}
-    for network in sorted(networks):
-        left = [n for n, each in enumerate(ours) if each.network == network]
-        right = [n for n, each in enumerate(theirs) if each.network == network]
-        same = {ours[n].position for n in left} & {theirs[n].position for n in right}
-        pair([n for n in left if ours[n].position in same], [n for n in right if theirs[n].position in same])
-        pair([n for n in left if ours[n].position not in same], [n for n in right if theirs[n].position not in same])
-    if not networks:
-        pair([n for n, each in enumerate(ours) if each.position in positions or not positions],
-             [n for n, each in enumerate(theirs) if each.position in positions or not positions])
+    def pair_equal(here: Collection[int], there: Collection[int]) -> None:
+        both = {ours[n].position for n in here} & {theirs[n].position for n in there}
+        pair([n for n in here if ours[n].position in both], [n for n in there if theirs[n].position in both])
+
+    def pair_group(is_in: Callable[[RailOffer], bool]) -> None:
+        for how in (pair_equal, pair):
+            how([n for n in left if is_in(ours[n])], [n for n in right if is_in(theirs[n])])
+
+    for network in sorted({each.network for each in ours if each.network}):
+        pair_group(lambda each, network=network: each.network == network)
+    pair_group(lambda each: each.is_on_route)
+    pair_equal(left, right)
+    if not found:
+        pair(left, right)
     return found
 
 
-def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int,
-             least_rails: int) -> list[tuple[PeerRail, RailOffer]]:
+def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int, least_rails: int,
+             known: Mapping[str, str] | None) -> list[tuple[PeerRail, RailOffer]]:
     """Return the rails of each stream, in the order in which the streams take turns over them."""
     if theirs.version != rdma_messages.VERSION:
         raise NoRdmaError(f"node {peer} has version {theirs.version} of the RDMA handshake, this node "
@@ -189,24 +197,35 @@ def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int,
     offers = [rail.offer() for rail in rails]
     partners: list[tuple[PeerRail, RailOffer]] = []
     unlike = ""
-    for mine, other in pairs_of(offers, theirs.rails):
-        ours, there = offers[mine], theirs.rails[other]
-        if (ours.link_layer, ours.version) == (there.link_layer, there.version):
-            partners.append((rails[mine], there))
+    if known is None:
+        pairs = pairs_of(offers, theirs.rails)
+    else:
+        here, there = ({f"{each.device}/{each.port}": number for number, each in enumerate(them)}
+                       for them in (offers, theirs.rails))
+        pairs = [(here[name], there[far]) for name, far in known.items() if name in here and far in there]
+    for mine, other in pairs:
+        ours, far = offers[mine], theirs.rails[other]
+        if (ours.link_layer, ours.version) == (far.link_layer, far.version):
+            partners.append((rails[mine], far))
         else:
             unlike = (f"{rails[mine].name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
-                      f"{there.device}/{there.port} ({there.link_layer}, GID {there.version}): choose GIDs of one kind "
-                      "with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
+                      f"{far.device}/{far.port} ({far.link_layer}, GID {far.version}): choose GIDs of one kind with "
+                      "BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
     if unlike and not partners:
         raise NoRdmaError(unlike)
     if not theirs.rails or n_pairs < 1:
         raise NoRdmaError(f"node {peer} offers no port")
     if len(partners) < least_rails:
-        here, away = (", ".join(f"{each.device}/{each.port} ({each.network or 'network unknown'})" for each in them)
-                      for them in (offers, theirs.rails))
         raise NoRdmaError(f"{len(partners)} ports have their counterpart on the other side, {least_rails} are needed: "
-                          f"{here} here, {away} on node {peer}")
+                          f"{_names(offers)} here, {_names(theirs.rails)} on node {peer}")
+    if len(pairs) < max(len(offers), len(theirs.rails)):
+        log.debug("ports towards node %d without a counterpart are not used: %s here, %s there", peer, _names(offers),
+                  _names(theirs.rails))
     return partners * n_pairs
+
+
+def _names(offers: Sequence[RailOffer]) -> str:
+    return ", ".join(f"{each.device}/{each.port} ({each.network or 'network unknown'})" for each in offers)
 
 
 def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:

@@ -39,11 +39,12 @@ _PATIENCE_S = 30.0
 
 @dataclass
 class RailPath:
-    """One queue pair over one rail, and its native stream. Owned by the link."""
+    """One queue pair over one rail, and its native stream. Owned by the link. `far`: the name of the peer's port."""
 
     route: PeerRail
     pair: Any
     stream: native.Stream
+    far: str = ""
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -51,7 +52,7 @@ class RailPath:
         return self.route.rail
 
     @classmethod
-    def over(cls, route: PeerRail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
+    def over(cls, route: PeerRail, far: str, epoch: int, n_slots: int, limits: Limits) -> RailPath:
         """Return a new one, in state INIT; raises `CapacityError` if the rail has no room for it."""
         rail = route.rail
         rail.join()
@@ -67,7 +68,7 @@ class RailPath:
                 pair.close()
             rail.leave()
             raise
-        return cls(route, pair, stream)
+        return cls(route, pair, stream, far)
 
     def describe(self, who: str) -> str:
         """Return why the stream has ended, as text."""
@@ -202,9 +203,9 @@ class RdmaLink(WireLink):
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
 
     @property
-    def rails(self) -> tuple[str, ...]:
-        """The names of the ports that carry it."""
-        return tuple(dict.fromkeys(path.rail.name for path in self._paths))
+    def rails(self) -> dict[str, str]:
+        """The ports that carry it: this node's -> the peer's, in the same order on both sides."""
+        return {path.rail.name: path.far for path in self._paths}
 
     @property
     def is_usable(self) -> bool:

@@ -23,7 +23,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -123,7 +123,8 @@ def require_lockable(wanted: int, locked: int, n_devices: int, purpose: str, lim
         raise CapacityError(
             f"{purpose} needs {needed} bytes of locked memory for RDMA ({wanted} bytes x {n_devices} devices), but "
             f"memlock={limit} leaves {left}: `ulimit -l unlimited` (a service: LimitMEMLOCK=infinity; a container: "
-            "--ulimit memlock=-1 or --cap-add=IPC_LOCK), or use tcp")
+            "--ulimit memlock=-1 or --cap-add=IPC_LOCK), or use tcp"
+            + (", or fewer ports (BPSFAST_RDMA_DEVICES)" if n_devices > 1 else ""))
 
 
 def require_regions(n_regions: int, device: str, attributes: Mapping[str, Any], nbytes: int) -> None:
@@ -296,7 +297,8 @@ class PeerRail(NamedTuple):
         return RailOffer(device=rail.device_name, port=rail.port_number, link_layer=port["link_layer"],
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=port["lid"],
                          mtu=min(port["active_mtu"], rail.settings.rdma_mtu or port["active_mtu"]),
-                         position=rail.position, gbps=self.chosen.gbps, network=self.chosen.network)
+                         position=rail.position, gbps=self.chosen.gbps, network=self.chosen.network,
+                         is_on_route=self.chosen.is_on_route)
 
     def port_now(self) -> PortNow:
         """Return the present state of the port, including events that the device has reported."""
@@ -342,6 +344,7 @@ class Rails:
         self._facts_lock = threading.Lock()  # taken before the other one
         self._lock = threading.Lock()
         self._open: dict[str, Rail] = {}
+        self._refused: set[str] = set()  # ports that could not be opened
         self._locked_nbytes = self._n_segments = self._n_registrations = 0
         self._closed = False
 
@@ -381,9 +384,13 @@ class Rails:
                 if not wanted:
                     raise NoRdmaError(f"no peer was reached by {', '.join(each.name for each in chosen)} when the job "
                                       "began, so no memory is registered there")
+                if settings.gpu_direct and not settings.rdma_devices:
+                    wanted = wanted[:1]  # a GPU reaches cards below its own PCIe switch
                 self._limit = lockable_nbytes()
-                require_lockable(self._least_nbytes, 0, len(wanted), "a node", self._limit)
-                return [self._opened(each, n_peers) for each in wanted]
+                require_lockable(self._least_nbytes, 0, 1, "a node", self._limit)
+                if self._limit is not None and not settings.rdma_devices:  # the best come first
+                    wanted = wanted[:max(1, self._limit // max(1, self._least_nbytes))]
+                return self._opened_of(wanted, n_peers)
 
     def towards_again(self, address: str, names: Collection[str]) -> list[PeerRail]:
         """Return those of the rails *names*, which led to *address*, that are open and can be used now.
@@ -497,6 +504,22 @@ class Rails:
                     log.debug("rail %s stays open: %s", name, exc)
                 except OSError as exc:  # the others have to be closed, too
                     log.warning("rail %s was not closed in order: %s", name, exc)
+
+    def _opened_of(self, wanted: Sequence[rdma_route.Rail], n_peers: int) -> list[PeerRail]:
+        """Return those of the ports *wanted* that can be opened; the first error if there is none."""
+        found: list[PeerRail] = []
+        errors: list[Exception] = []
+        for chosen in wanted:
+            try:
+                found.append(self._opened(chosen, n_peers))
+            except (BpsError, OSError) as exc:
+                errors.append(exc)
+                if chosen.name not in self._refused:
+                    self._refused.add(chosen.name)
+                    log.info("%s is not used: %s", chosen.name, exc)
+        if errors and (not found or self._settings.rdma_devices):
+            raise errors[0]
+        return found
 
     def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> PeerRail:
         if chosen.name not in self._open:

@@ -11,7 +11,7 @@ the place of another one there are also:
 
     acceptor  LinkTaken    the acceptor's control loop has the link: it may be used
     both      LinkResumed  the sender has closed the old link: what it awaits, and where
-    both      LinkClosed   on the old link, if no tcp link takes its place: the sender has closed it
+    both      LinkClosed   the sender has closed this link, and seeks another one, maybe not by tcp
 """
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ VERSION = 2
 class RailOffer(messages.Record):
     """One port: `gid` is empty on InfiniBand without a table, `version` v1, v2 or IB; `mtu` in bytes.
 
-    By `network` and `position` the ports of two nodes pair up. `gbps`: the port's rate in Gbit/s, 0 if unknown.
+    By `network`, `position` and `is_on_route` (to the receiver's address) the ports of two nodes pair up. `gbps`: the
+    port's rate in Gbit/s, 0 if unknown.
     """
 
     device: str
@@ -40,6 +41,7 @@ class RailOffer(messages.Record):
     position: int = 0
     gbps: float = 0.0
     network: str = ""
+    is_on_route: bool = False
 
 
 class RdmaOffer(messages.Message):
@@ -119,7 +121,9 @@ class LinkResumed(messages.Message):
 
 
 class LinkClosed(messages.Message):
-    """The sender has closed the link on which this comes, and waits for another one by RDMA."""
+    """The sender has closed the link on which this comes, and seeks another one: by tcp, or by RDMA only."""
+
+    by_tcp: bool
 
 
 RdmaMessage = RdmaOffer | RdmaPairs | RdmaStep | RdmaProven | PeerSlots | LinkTaken | LinkResumed | LinkClosed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from .link import RdmaLink
@@ -26,7 +26,7 @@ _JOIN_S = 1.0
 class _Return:
     """A peer to which an RDMA link is wanted, over *least_rails* of *rails* or more. `link`: the one that was made."""
 
-    rails: tuple[str, ...]
+    rails: Mapping[str, str]
     least_rails: int
     pause_s: float
     is_urgent: bool
@@ -40,7 +40,7 @@ class RdmaReturns:
     *notify*: called from any thread when `take` has something new.
     """
 
-    def __init__(self, dial: Callable[[int, tuple[str, ...], int], RdmaLink], notify: Callable[[], None]) -> None:
+    def __init__(self, dial: Callable[[int, Mapping[str, str], int], RdmaLink], notify: Callable[[], None]) -> None:
         self._dial = dial
         self._notify = notify
         self._changed = threading.Condition()
@@ -48,11 +48,12 @@ class RdmaReturns:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def seek(self, index: int, rails: tuple[str, ...], least_rails: int, *, dials: bool, pause_s: float = FIRST_PAUSE_S,
-             is_urgent: bool = False) -> None:
+    def seek(self, index: int, rails: Mapping[str, str], least_rails: int, *, dials: bool,
+             pause_s: float = FIRST_PAUSE_S, is_urgent: bool = False) -> None:
         """Seek a link to node *index*, over *least_rails* or more of *rails*, until `stop`; this node *dials* or waits.
 
-        The first attempt comes after *pause_s* seconds, at once if *is_urgent*: then nothing else connects the pair.
+        *rails*: those of a link before; see `RdmaLink.rails`. The first attempt comes after *pause_s* seconds, at once
+        if *is_urgent*: then nothing else connects the pair.
         """
         self.stop(index)
         with self._changed:
@@ -70,7 +71,7 @@ class RdmaReturns:
         with self._changed:
             return bool(self._wanted) if index is None else index in self._wanted
 
-    def wanted(self, index: int) -> tuple[tuple[str, ...], int] | None:
+    def wanted(self, index: int) -> tuple[Mapping[str, str], int] | None:
         """Return the rails of a link to node *index*, and how many it needs at least; None if no link is wanted now."""
         with self._changed:
             wanted = self._wanted.get(index)
