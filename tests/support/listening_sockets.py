@@ -37,8 +37,11 @@ def of(owner: str, pid: int) -> list[Listening]:
     """Return the sockets that *pid* listens on; *owner* is its name in the job ("scheduler", "node 0", "rank 1")."""
     role = owner.partition(" ")[0]
     over_tcp = {"scheduler": "control", "rank": "messages"}.get(role, "data")
-    found = [Listening(over_tcp, owner, socket.AF_INET, tuple(each.laddr))
-             for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    # ZeroMQ listens at IPv4 addresses by IPv6 sockets.
+    addresses = [(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port)
+                 for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    found = [Listening(over_tcp, owner, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port))
+             for host, port in addresses]
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
