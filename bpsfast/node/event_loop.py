@@ -29,7 +29,7 @@ class EventLoop:
         self._handlers: dict[Any, Callable[[], object]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         #: The thread that made it, and runs it.
         self.thread = threading.current_thread()
         self._wake = WakeUp()
@@ -49,7 +49,7 @@ class EventLoop:
         """Call *handler* once, at the monotonic time *when* (seconds) or soon after."""
         heapq.heappush(self._timers, (when, next(self._counter), handler))
 
-    def call_soon(self, handler: Callable[[], None]) -> None:
+    def call_soon(self, handler: Callable[[], object]) -> None:
         """Call *handler* in the loop's thread as soon as possible. Any thread; does nothing once the loop is closed."""
         self._calls.append(handler)
         self._wake.ring()

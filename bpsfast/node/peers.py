@@ -84,13 +84,13 @@ class Reconnects:
     The same happens at once where tcp must not be used: with transport=rdma, or partitions in GPU memory. If the new
     link fails before it is used, tcp is sought as for any other.
 
-    *run_with_heartbeats*: see `ControlLoop`. *read*: reads the channel of a link. *is_ending*: whether the job is over
-    here. *on_fenced*: called with a node's index when its slots need not be waited for. *on_lost*: called with a node's
-    index and the reason when a reconnect has failed.
+    *run_with_heartbeats*: see `ControlLoop`. *watch*: reads the channel of a link from now on. *is_ending*: whether the
+    job is over here. *on_fenced*: called with a node's index when its slots need not be waited for. *on_lost*: called
+    with a node's index and the reason when a reconnect has failed.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
-                 run_with_heartbeats: Callable[[Callable[[], Any]], Any], read: Callable[[TalkingLink], object],
+                 run_with_heartbeats: Callable[[Callable[[], Any]], Any], watch: Callable[[TalkingLink], None],
                  is_ending: Callable[[], bool],
                  on_fenced: Callable[[int], None], on_lost: Callable[[int, str], None]) -> None:
         self._leaves_rdma = settings.transport == "auto"
@@ -100,7 +100,7 @@ class Reconnects:
         self._runtime = runtime
         self._peering = peering
         self._run_with_heartbeats = run_with_heartbeats
-        self._read = read
+        self._watch = watch
         self._is_ending = is_ending
         self._on_fenced = on_fenced
         self._on_lost = on_lost
@@ -139,7 +139,7 @@ class Reconnects:
         for made in self._peering.rdma_returns.links():
             if self._made.get(made.index) is not made:
                 self._made[made.index] = made
-                self._loop.watch(made.channel.fileno(), partial(self._read, made))
+                self._watch(made)
                 if made.index > self._peering.index:
                     made.tell(LinkTaken())
         for index in self._peering.reconnector.requested():
@@ -313,7 +313,7 @@ class Reconnects:
             return False
         if before >= 0:
             self._loop.forget(before)  # it is closed
-        self._loop.watch(made.channel.fileno(), partial(self._read, made))
+        self._watch(made)
         self._peering.replaced(made, f"rdma works again ({reconnect.reason})")
         reconnect.fresh = made
         made.tell(msgspec.structs.replace(begun, link=self._peering.reconnector.newest(index)))
@@ -464,7 +464,8 @@ class Peers:
         for link in self._node.runtime.installer.uncovered(generation):
             while link.covered < generation and not link.fenced:
                 self._node.runtime.flush()  # the peer may need the rest of what it is told first
-                if is_ready(link.channel.fileno(), _FLUSH_S) and not self._read(link):
+                is_ready(link.channel.fileno(), _FLUSH_S)
+                if not self._read(link):
                     break
                 if time.monotonic() >= deadline:
                     why = f"it did not tell where generation {generation} is to be written within {patience_s:g} s"
@@ -526,8 +527,8 @@ class Peers:
         for link in self._node.runtime.talking_links():
             self._watch(link)
         self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._connector,
-                                      self._node.run_with_heartbeats, self._read, lambda: self._node.ending,
-                                      self._plans.without, self._lost)
+                                      self._node.run_with_heartbeats, self._watch_channel,
+                                      lambda: self._node.ending, self._plans.without, self._lost)
         self._local_ranks.connected(me, self._job, self._connector.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced
@@ -546,9 +547,14 @@ class Peers:
 
     def _watch(self, link: Link) -> None:
         if (talking_link := talking(link)) is not None:
-            self._loop.watch(talking_link.channel.fileno(), partial(self._read, talking_link))
+            self._watch_channel(talking_link)
         if isinstance(link, shm.ShmLink):
             self._loop.watch(link.pidfd, partial(self._lost, link.index, link.end_reason))
+
+    def _watch_channel(self, link: TalkingLink) -> None:
+        self._loop.watch(link.channel.fileno(), partial(self._read, link))
+        # Who made the link may have received more than the last message of its handshake.
+        self._loop.call_soon(partial(self._read, link))
 
     def _log_forecast(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log on one node of the job what speed the placement promises, and why it may bring nothing."""
@@ -566,6 +572,8 @@ class Peers:
     def _read(self, link: TalkingLink) -> bool:
         """Handle what the peer has sent over the channel of *link*; return whether the channel is still open."""
         assert self._reconnects is not None
+        if link.channel.fileno() < 0:
+            return False
         try:
             received = link.channel.recv_nowait()
         except PeerLostError:
