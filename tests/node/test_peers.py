@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 import errno
+import socket
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from bpsfast.base import settings
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
 from bpsfast.node.transport import Epochs
+from bpsfast.node.transport.rdma import RdmaLink, rdma_messages
 from bpsfast.orchestration.errors import CapacityError, PeerLostError
 from bpsfast.orchestration.messages import NewcomerGone, NodeInfo, Welcome
 
@@ -191,3 +194,20 @@ def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, gr
     here.peers.drop_peer(1)  # as the next Freeze has it
     here.until_it_ends()
     assert not here.control.ends
+
+
+def test_what_came_with_the_last_message_of_a_handshake_is_read(no_leaks, side):
+    """Whoever waited for that message has received both; no descriptor becomes readable for the other one."""
+    here = side()
+    ours, theirs = socket.socketpair()
+    with MessageSocket(ours, rdma_messages.decode) as near, MessageSocket(theirs, rdma_messages.decode) as far:
+        far.send(rdma_messages.RdmaProven(pairs=(0,)))
+        far.send(rdma_messages.LinkTaken())
+        assert near.recv(20)[0] == rdma_messages.RdmaProven(pairs=(0,))
+        link, heard = RdmaLink(1, 2, (), near), []
+        here.peers._reconnects = SimpleNamespace(message=lambda *said: heard.append(said))
+        here.control.count_message = lambda: None
+        here.peers._watch_channel(link)
+        here.loop.run_once(20)
+        assert heard == [(link, rdma_messages.LinkTaken())]
+        here.loop.forget(near.fileno())
