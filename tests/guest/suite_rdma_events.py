@@ -107,8 +107,8 @@ def test_a_gid_that_is_gone_explains_writes_that_nobody_acknowledged(no_leaks):
         text=True).stdout.splitlines()]
     subprocess.run(["ip", "addr", "del", address, "dev", "roce1"], check=True)
     try:
-        rail = next(iter(member.runtime.rails._open.values()))
-        until(lambda: not rail.port_now().has_gid)
+        [link] = member.runtime.links.values()
+        until(lambda: not link._paths[0].route.port_now().has_gid)
         push(member, 0, 1, place, b"\1" * NBYTES)
         _, code = member.lost.get(timeout=90)
         words = member.runtime.why_lost(0, code)
