@@ -91,8 +91,8 @@ class Reconnects:
 
     def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
                  run_with_heartbeats: Callable[[Callable[[], Any]], Any], watch: Callable[[TalkingLink], None],
-                 is_ending: Callable[[], bool],
-                 on_fenced: Callable[[int], None], on_lost: Callable[[int, str], None]) -> None:
+                 is_ending: Callable[[], bool], on_fenced: Callable[[int], None],
+                 on_lost: Callable[[int, str], None]) -> None:
         self._leaves_rdma = settings.transport == "auto"
         # A peer may be as busy as at the start; one that does not answer at all is given up sooner.
         self._timeout_s = settings.start_timeout_s
@@ -209,7 +209,7 @@ class Reconnects:
         if reconnect is not None and reconnect.fresh is link:
             return self.begin(index, "the connection of its rendezvous ended")
         if self._peering.rdma_returns.seeks(index) and not self._is_ending():
-            # A node that changes over to a link that is made closes the one before.
+            # The peer closes its old link when it changes over. If it has died instead, the scheduler notices.
             return self.begin(index, f"node {index} has closed it")
         return reconnect is not None and reconnect.by_tcp
 
@@ -463,7 +463,7 @@ class Peers:
         deadline = time.monotonic() + patience_s
         for link in self._node.runtime.installer.uncovered(generation):
             while link.covered < generation and not link.fenced:
-                self._node.runtime.flush()  # the peer may need the rest of what it is told first
+                self._node.runtime.flush()  # the peer answers only after it has received all of LinkResumed
                 is_ready(link.channel.fileno(), _FLUSH_S)
                 if not self._read(link):
                     break

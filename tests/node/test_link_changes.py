@@ -1,4 +1,4 @@
-"""How one node changes from a link to the next: who is told what, in which order, and when a peer is lost."""
+"""`Reconnects`: the order in which a node changes links, what it tells the peer, and when it reports the peer lost."""
 from __future__ import annotations
 
 import socket

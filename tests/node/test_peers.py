@@ -197,7 +197,7 @@ def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, gr
 
 
 def test_what_came_with_the_last_message_of_a_handshake_is_read(no_leaks, side):
-    """Whoever waited for that message has received both; no descriptor becomes readable for the other one."""
+    """The handshake has taken both messages from the socket, so the descriptor does not become readable again."""
     here = side()
     ours, theirs = socket.socketpair()
     with MessageSocket(ours, rdma_messages.decode) as near, MessageSocket(theirs, rdma_messages.decode) as far:

@@ -1,6 +1,6 @@
-"""Which rails a peer is reached by, on a recorded machine without devices: who comes late has only those in use.
+"""Which rails a peer is reached by, on a recorded machine without devices: a node that joins late uses only open ones.
 
-And how long the completion queue of a rail is for the streams over it.
+How long the completion queue of a rail is for the streams over it.
 """
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_who_comes_late_is_reached_by_open_rails_only(rails):
 
 
 def test_a_port_has_a_gid_for_each_peer(rails):
-    """Two peers in two subnets of one port: whoever is reached first does not choose for the other."""
+    """Each of two peers in two subnets of one port is reached from the address in its own subnet."""
     found = [rails.towards(peer, 2)[0] for peer in (FAR, SIDE)]
     assert found[0].rail is found[1].rail
     assert [str(each.chosen.gid.address) for each in found] == ["10.2.0.7", "10.3.0.7"]

@@ -1,4 +1,4 @@
-"""RDMA links that are sought while tcp goes on: tried again, kept until they are taken, closed if nobody wants them."""
+"""`RdmaReturns`: it repeats failed attempts, keeps a link until it is taken, and closes links that are not wanted."""
 from __future__ import annotations
 
 import queue

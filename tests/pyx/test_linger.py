@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,8 @@ import pytest
 from tests.support import sanitized
 
 
-def run(folder: Path, headers: Path = sanitized.ROOT / "pyx") -> subprocess.CompletedProcess[str]:
-    """Build the program against *headers* and run it; skip without a compiler."""
-    program = folder / "linger"
-    try:
-        compiler = sanitized.compiler()
-    except sanitized.Unavailable as exc:
-        pytest.skip(str(exc))
-    sanitized.build([compiler, "-std=gnu11", "-D_GNU_SOURCE", "-I", headers, sanitized.NATIVE / "linger.c", "-o",
-                     program, "-lpthread"])
-    return subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
-
-
 def test_the_rules_hold(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = sanitized.run_program("linger", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -44,5 +31,5 @@ def test_the_rules_hold(tmp_path: Path) -> None:
 def test_a_rule_spoilt_on_purpose_is_found(header: str, right: str, wrong: str, tmp_path: Path) -> None:
     if header == "cpu_separation.h" and len(os.sched_getaffinity(0) & set(range(64))) < 2:
         pytest.skip("there is one CPU, or none of the first 64: nobody can move")
-    done = run(tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
+    done = sanitized.run_program("linger", tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert "Assertion" in done.stderr

@@ -1,7 +1,6 @@
 """How an RDMA stream hands writes to its queue pair: `tests/native/rdma_writes.c`, which fails if it does otherwise."""
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,20 +8,8 @@ import pytest
 from tests.support import sanitized
 
 
-def run(folder: Path, headers: Path = sanitized.ROOT / "pyx") -> subprocess.CompletedProcess[str]:
-    """Build the program against *headers* and run it; skip without a compiler."""
-    program = folder / "rdma_writes"
-    try:
-        compiler = sanitized.compiler()
-    except sanitized.Unavailable as exc:
-        pytest.skip(str(exc))
-    sanitized.build([compiler, "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Werror", "-I", headers,
-                     sanitized.NATIVE / "rdma_writes.c", "-o", program, "-lpthread", "-ldl"])
-    return subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
-
-
 def test_writes_that_wait_go_in_chains_and_the_first_refused_one_fails_the_stream(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = sanitized.run_program("rdma_writes", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -34,5 +21,6 @@ def test_writes_that_wait_go_in_chains_and_the_first_refused_one_fails_the_strea
     ("stream->sent - stream->delivered), n = 0;", "stream->sent - stream->delivered) + 1, n = 0;"),
 ], ids=["no chain", "all count as sent", "one that is not named", "the last one asks for nothing", "one too many"])
 def test_a_rule_spoilt_on_purpose_is_found(right: str, wrong: str, tmp_path: Path) -> None:
-    done = run(tmp_path, sanitized.spoilt_headers(tmp_path, "rdma_writes.h", right, wrong))
+    headers = sanitized.spoilt_headers(tmp_path, "rdma_writes.h", right, wrong)
+    done = sanitized.run_program("rdma_writes", tmp_path, headers)
     assert "Assertion" in done.stderr

@@ -11,6 +11,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "tests" / "native"
 
@@ -58,6 +60,18 @@ def spoilt_headers(folder: Path, header: str, right: str, wrong: str) -> Path:
     assert text.count(right) == 1, f"{header} no longer says {right!r}"
     (headers / header).write_text(text.replace(right, wrong))
     return headers
+
+
+def run_program(name: str, folder: Path, headers: Path = ROOT / "pyx") -> subprocess.CompletedProcess[str]:
+    """Build `NATIVE`/*name*.c against *headers* in *folder*, and run it; skip without a compiler."""
+    program = folder / name
+    try:
+        gcc = compiler()
+    except Unavailable as exc:
+        pytest.skip(str(exc))
+    build([gcc, "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Werror", "-I", headers, NATIVE / f"{name}.c", "-o", program,
+           "-lpthread", "-ldl"])
+    return subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
 
 
 def race_program(name: str, folder: Path, *flags: str, headers: Path = ROOT / "pyx") -> Path:

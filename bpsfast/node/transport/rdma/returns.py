@@ -36,7 +36,8 @@ class _Return:
 class RdmaReturns:
     """The peers of one node that RDMA is to reach again. Any thread.
 
-    *dial*: makes a link to a node, over at least so many of these rails, or raises; called in threads.
+    *dial*: a function that makes a link to a node over at least this many of these rails, or raises. Each peer that
+    this node dials has a thread, which calls it.
     *notify*: called from any thread when `take` has something new.
     """
 
