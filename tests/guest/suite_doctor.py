@@ -52,7 +52,7 @@ def broken(shell: str) -> dict[str, dict[str, Any]]:
 
 def test_a_guest_that_is_well_has_no_problem():
     text = here("doctor")
-    assert "No problem found. Transport that would be used now: rdma (rxe0/1)" in text
+    assert "No problem found. Transport that would be used now: rdma (rxe0/1, rxe1/1)" in text
     assert not any(word in text for word in ("FAIL", "WARN", "itself failed")), text
     assert "rxe0, rxe1 registered 64 MiB" in text and f"rxe0/1 GID {GID_INDEX} RoCE v2 10.9.0.1" in text
     assert f"rxe0/1 path MTU {MTU} (roce0 mtu 4200)" in text
@@ -68,7 +68,7 @@ def test_devices_and_gids_are_the_guest_s():
     rows = json.loads(here("gids", "--json", "--peer", HOSTS[1].device_address))
     assert [(row["device"], row["ipv4"], row["version"]) for row in rows if row["index"] == GID_INDEX] == [
         (host.device, host.device_address, "v2") for host in HOSTS]
-    assert [row["index"] for row in rows if row["used"]] == [GID_INDEX]
+    assert [(row["device"], row["index"]) for row in rows if row["used"]] == [(name, GID_INDEX) for name in DEVICES]
 
 
 @pytest.mark.parametrize("name", PROVIDERS)

@@ -120,10 +120,11 @@ def require_lockable(wanted: int, locked: int, n_devices: int, purpose: str, lim
         return
     needed, left = wanted * n_devices, max(0, limit - locked * n_devices)
     if needed > left:
+        each = f" ({wanted} bytes x {n_devices} devices)" if n_devices > 1 else ""
         raise CapacityError(
-            f"{purpose} needs {needed} bytes of locked memory for RDMA ({wanted} bytes x {n_devices} devices), but "
-            f"memlock={limit} leaves {left}: `ulimit -l unlimited` (a service: LimitMEMLOCK=infinity; a container: "
-            "--ulimit memlock=-1 or --cap-add=IPC_LOCK), or use tcp"
+            f"{purpose} needs {needed} bytes of locked memory for RDMA{each}, but memlock={limit} leaves {left}: "
+            "`ulimit -l unlimited` (a service: LimitMEMLOCK=infinity; a container: --ulimit memlock=-1 or "
+            "--cap-add=IPC_LOCK), or use tcp"
             + (", or fewer ports (BPSFAST_RDMA_DEVICES)" if n_devices > 1 else ""))
 
 
