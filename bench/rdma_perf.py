@@ -195,7 +195,7 @@ def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence
 
 def gid_index(device: str) -> int:
     """Return the GID index that ours would use."""
-    gid = choose(Host(), devices=f"={device}").require()[0].gid
+    gid = choose(Host(), settings.Settings(rdma_devices=f"={device}")).require()[0].gid
     return gid.index if gid else 0
 
 

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..base.value_formats import PATH_MTUS
-from ..orchestration.errors import ConfigError
 from .interfaces import PcieLink, pcie_link
 from .kernel import Address, Route
 from .sysfs import Tree
@@ -29,8 +28,9 @@ _VERBS = "sys/class/infiniband_verbs"
 #: Most bytes of headers in a RoCE packet; the kernel's iboe_get_mtu subtracts the same (GRH 40,
 #: UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4).
 ROCE_OVERHEAD_NBYTES = 96
-#: The bits of a partition key that say which partition it is; the other one says whether the member is a full one.
-_PKEY_NUMBER = 0x7FFF
+#: The bit of a partition key that makes its port a full member of the partition, which the other bits number. Limited
+#: members do not talk to each other.
+_PKEY_FULL = 0x8000
 
 
 @dataclass(frozen=True)
@@ -201,25 +201,38 @@ def pkey_table(tree: Tree, device: str, port: int) -> dict[int, int]:
     for name in sorted(tree.names(folder, "pkeys"), key=int):
         with contextlib.suppress(ValueError):
             key = int(tree.text(folder, "pkeys", name) or "0", 16)
-            if key & _PKEY_NUMBER:
+            if key & ~_PKEY_FULL:
                 found[int(name)] = key
     return found
 
 
-def pkey_index(table: Mapping[int, int], wanted: int, port: str) -> int:
+def pkey_index(table: Mapping[int, int], wanted: int) -> int | None:
     """Return the row of *table* with the partition key *wanted* (0: the first row), or with its other membership.
 
-    Raises `ConfigError` if *port* has no such key.
+    None if the port is not in that partition.
     """
     if not wanted:
         return 0
-    rows = ([index for index, key in table.items() if key == wanted]
-            or [index for index, key in table.items() if key & _PKEY_NUMBER == wanted & _PKEY_NUMBER])
-    if rows:
-        return rows[0]
+    return next((index for index, key in table.items() if key == wanted),
+                next((index for index, key in table.items() if _is_same_partition(key, wanted)), None))
+
+
+def pkey_objection(table: Mapping[int, int], wanted: int) -> str:
+    """Return why a port with *table* cannot be used in the partition *wanted*."""
     keys = ", ".join(f"{key:#06x}" for key in table.values()) or "nothing"
-    raise ConfigError(f"{port} is not in the partition {wanted:#06x} (BPSFAST_RDMA_PKEY): its table has {keys}. The "
-                      "subnet manager gives a port its partitions; choose one of these, or leave the setting out")
+    return (f"the port is not in the partition {wanted:#06x} (BPSFAST_RDMA_PKEY): its table has {keys}. The subnet "
+            "manager gives a port its partitions; choose one of these, or leave the setting out")
+
+
+def can_talk(pkey: int, peer_pkey: int) -> bool:
+    """Whether ports that use these partition keys accept each other's packets; 0: not known, so assumed."""
+    if not pkey or not peer_pkey:
+        return True
+    return _is_same_partition(pkey, peer_pkey) and bool((pkey | peer_pkey) & _PKEY_FULL)
+
+
+def _is_same_partition(one: int, other: int) -> bool:
+    return one | _PKEY_FULL == other | _PKEY_FULL
 
 
 def best_gid(rows: Sequence[Gid], route: Route | None = None) -> Gid | None:

@@ -1,7 +1,7 @@
 """Chooses the RDMA port and GID for a peer, with the reason for each port; finds the speed of the card of an address.
 
 A port is *usable* if it is active, its device supports RDMA WRITE with immediate over reliable connections, and it has
-a GID (RoCE). Of the usable ones, `choose` prefers in this order:
+a GID (RoCE) and the partition key that a setting asks for. Of the usable ones, `choose` prefers in this order:
 
 1. the interface on the kernel's route to the peer, or one on the same wire (its bond, the parent of a VLAN);
 2. a RoCE v2 address that passes routers;
@@ -20,6 +20,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..base.settings import Settings
 from ..base.value_formats import RdmaDeviceList, parse_rdma_devices
 from ..orchestration.errors import BpsError, ConfigError, UnsupportedError
 from . import rdma_devices
@@ -36,12 +37,16 @@ _OTHER_DRIVERS = {
 }
 
 
+_DEFAULTS = Settings()
+
+
 @dataclass(frozen=True)
 class Rail:
     """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen.
 
     `position`, `network` (of its address, "": unknown), `is_on_route` (of the kernel to the peer): by them rails pair
-    up. `gbps`: the port's rate, 0 if unknown.
+    up. `gbps`: the port's rate, 0 if unknown. `pkey`, `pkey_index`: the partition key (0: unknown) and its row. `grh`:
+    whether packets have a global route header on InfiniBand, too.
     """
 
     device: str
@@ -53,19 +58,22 @@ class Rail:
     gbps: float = 0.0
     network: str = ""
     is_on_route: bool = False
+    pkey: int = 0
+    pkey_index: int = 0
+    grh: bool = False
 
     @property
     def name(self) -> str:
         """The port as ``rdma link`` writes it: device/port."""
         return f"{self.device}/{self.port}"
 
-    def path(self, link_layer: str, lid: int, gid: bytes, grh: bool = False) -> dict[str, Any]:
+    def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
         """Return the address of a peer's port of the same *link_layer* as keyword arguments of `QueuePair.to_rtr`.
 
         RoCE uses GIDs. On InfiniBand both ports must be in one subnet, where LIDs suffice; a global route header takes
-        40 bytes of each packet, so only *grh* (the setting rdma_grh) asks for it.
+        40 bytes of each packet, so only `grh` (the setting rdma_grh) asks for it.
 
-        Raises `UnsupportedError` if the ports are in different InfiniBand subnets, or *grh* lacks a GID.
+        Raises `UnsupportedError` if the ports are in different InfiniBand subnets, or `grh` lacks a GID.
         """
         if link_layer != "Ethernet":
             ours = self.gid.value if self.gid else b""
@@ -74,7 +82,7 @@ class Rail:
                     f"{self.name} is in the InfiniBand subnet {ours[:8].hex(':', 2)}, the peer's port in "
                     f"{gid[:8].hex(':', 2)}: LIDs do not lead from one subnet to another, and routers are not "
                     "supported; connect both ports to one subnet, or use tcp")
-            if not grh:
+            if not self.grh:
                 return {"lid": lid}
             if not ours or not gid:
                 raise UnsupportedError(f"BPSFAST_RDMA_GRH is on, and {'the peer' if ours else self.name} has no GID")
@@ -102,14 +110,14 @@ class RailChoice:
         return self.rails
 
 
-def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address | None = None) -> RailChoice:
-    """Choose the ports and GIDs for *peer* (None: for any peer).
+def choose(host: Host, settings: Settings = _DEFAULTS, peer: Address | None = None) -> RailChoice:
+    """Choose the ports, GIDs and partition keys for *peer* (None: for any peer) by *settings*.
 
-    *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index. Raises `ConfigError` if *devices* names a
-    device that does not exist, or *gid_index* an empty row; the text lists those that exist.
+    Raises `ConfigError` if rdma_devices names a device that does not exist, or rdma_gid_index an empty row; the text
+    lists those that exist.
     """
-    allowed = parse_rdma_devices(devices)
-    _check_names(host, allowed, devices)
+    allowed = parse_rdma_devices(settings.rdma_devices)
+    _check_names(host, allowed, settings.rdma_devices)
     route = _route(host, peer)
     usable: list[tuple[_Rank, Rail]] = []
     rejected: dict[str, str] = {}
@@ -118,21 +126,26 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     for device, port in host.ports:
         name = f"{device.name}/{port.number}"
         if not allowed.admits(device.name, port.number):
-            rejected[name] = f"rdma_devices={devices} leaves it out"
+            rejected[name] = f"rdma_devices={settings.rdma_devices} leaves it out"
             continue
         table = host.gids(device.name, port)
         why_not = objection(device, port, table)
         if why_not:
             rejected[name] = why_not
             continue
-        gid = _gid(table, gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
+        pkeys = host.pkeys(device.name, port.number)
+        row = rdma_devices.pkey_index(pkeys, settings.rdma_pkey)
+        if row is None:
+            rejected[name] = rdma_devices.pkey_objection(pkeys, settings.rdma_pkey)
+            continue
+        gid = _gid(table, settings.rdma_gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
         position = places.index((natural(device.name), port.number))
         rank = _rank(host, device, port, gid, route)
         usable.append((rank,
                        Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
-                            _reason(host, device, port, gid, route, allowed, gid_index), position,
+                            _reason(host, device, port, gid, route, allowed, settings.rdma_gid_index), position,
                             port.rate_gbps or 0.0, _network(host, port, gid),
-                            route is not None and not rank.is_off_route)))
+                            route is not None and not rank.is_off_route, pkeys.get(row, 0), row, settings.rdma_grh)))
     ordered = [rail for _, rail in sorted(usable, key=lambda each: each[0])]
     if allowed.names_devices:
         return RailChoice(tuple(sorted(ordered, key=lambda rail: rail.position)), (), rejected, route)
@@ -277,13 +290,10 @@ def interface_gbps(host: Host, address: str) -> tuple[float, str]:
     return _told(host, owner, frozenset())
 
 
-def rails_gbps(host: Host, address: str, devices: str = "", gid_index: int = -1) -> tuple[float, str]:
-    """Return the same for all RDMA ports together that would be used for *address*; 0 if there is none.
-
-    *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index.
-    """
+def rails_gbps(host: Host, address: str, settings: Settings = _DEFAULTS) -> tuple[float, str]:
+    """Return the same for all RDMA ports together that would be used for *address* by *settings*; 0 without any."""
     try:
-        rails = choose(host, devices=devices, gid_index=gid_index, peer=ipaddress.ip_address(address)).rails
+        rails = choose(host, settings, ipaddress.ip_address(address)).rails
     except BpsError as exc:  # reported later, if RDMA is needed
         return 0.0, str(exc)
     ports = {(device.name, port.number): (device, port) for device, port in host.ports}

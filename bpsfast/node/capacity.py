@@ -54,7 +54,7 @@ def of(settings: Settings, address: str) -> NodeCapacity:
     host = Host()
     by_rdma, ports = 0.0, ""
     if settings.transport in ("auto", "rdma") and not settings.nic_limit:
-        by_rdma, ports = rdma_route.rails_gbps(host, address, settings.rdma_devices, settings.rdma_gid_index)
+        by_rdma, ports = rdma_route.rails_gbps(host, address, settings)
     if settings.nic_rate:
         gbps, source = settings.nic_rate, "set"
     else:

@@ -113,7 +113,7 @@ def connected(plan):
     with contextlib.ExitStack() as undo:
         ends = []
         for name in ("rxe1", "rxe0"):
-            [rail] = choose(host, devices=f"={name}").require()
+            [rail] = choose(host, settings.Settings(rdma_devices=f"={name}")).require()
             ends.append(undo.enter_context(contextlib.closing(RdmaEnd(plan, rail, "native", host))))
         ends[0].connect(ends[1].offer())
         ends[1].connect(ends[0].offer())

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bpsfast.node.peers import Reconnects
+from bpsfast.node.link_changes import LinkChanges
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE
@@ -152,13 +152,13 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(kind, no_leak
     made = agree(kind, "rxe1")
     end, lost, fenced = made[0], [], []
     settings = msgspec.structs.replace(end.settings, start_timeout_s=1.0)
-    reconnects = Reconnects(settings, end.loop, end.runtime, end.peering, lambda work: work(), lambda link: None,
-                            lambda: False, fenced.append, lambda index, reason: lost.append((index, reason)))
+    changes = LinkChanges(settings, end.loop, end.runtime, end.peering, lambda work: work(), lambda link: None,
+                          lambda: False, fenced.append, lambda index, reason: lost.append((index, reason)))
     link = end.runtime.links[1]
-    assert reconnects.begin(1, "a test")
-    assert reconnects.begin(1, "its other streams say so, too")
+    assert changes.begin(1, "a test")
+    assert changes.begin(1, "its other streams say so, too")
     assert fenced == [1] and end.runtime.rails.used, "the port may come back"
-    assert reconnects.channel_ended(link), "the peer may have changed over"
+    assert changes.channel_ended(link), "the peer may have changed over"
     while not lost:
         end.loop.run_once(0.1)
     assert lost == [(1, "a test; and there was no other link within 1 s")]

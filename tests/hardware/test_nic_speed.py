@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import interface_gbps, rails_gbps
 from tests.sysfs_trees.machine import Machine
@@ -72,12 +73,12 @@ def test_rdma_ports_tell_theirs_also_where_another_card_has_the_address(
         recorded_machine: Callable[[str], Machine]) -> None:
     host = recorded_machine("mlx5_roce").host
     assert rails_gbps(host, "10.0.0.7") == (200.0, "mlx5_0/1, mlx5_1/1 by RDMA")
-    assert rails_gbps(host, "10.0.0.7", "mlx5_1") == (100.0, "mlx5_1/1 by RDMA")
+    assert rails_gbps(host, "10.0.0.7", Settings(rdma_devices="mlx5_1")) == (100.0, "mlx5_1/1 by RDMA")
     assert rails_gbps(recorded_machine("infiniband").host, "172.16.0.42") == (200.0, "mlx5_0/1 by RDMA")
 
 
 def test_rdma_in_software_none_and_misnamed_tell_nothing(recorded_machine: Callable[[str], Machine]) -> None:
     assert rails_gbps(recorded_machine("rxe").host, "10.9.0.1") == (0.0, "rxe0/1, rxe1/1: no card whose rate is known")
     assert rails_gbps(recorded_machine("efa").host, "172.31.5.20") == (0.0, "there is no RDMA port to use")
-    gbps, why = rails_gbps(recorded_machine("mlx5_roce").host, "10.0.0.7", "mlx4_0")
+    gbps, why = rails_gbps(recorded_machine("mlx5_roce").host, "10.0.0.7", Settings(rdma_devices="mlx4_0"))
     assert gbps == 0.0 and "mlx4_0" in why

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware.rdma_devices import pkey_index, roce_mtu
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.hardware.rdma_devices import can_talk, pkey_index, pkey_objection, roce_mtu
 from tests.sysfs_trees.machine import Machine
 
 
@@ -38,11 +37,18 @@ def test_a_partition_key_is_found_in_the_ports_table(recorded_machine: Callable[
     table = machine.host.pkeys("mlx5_0", 1)
     assert table == {0: 0x7FFF, 2: 0x8001, 3: 0x0002, 4: 0x8002}
     for wanted, row in {0: 0, 0x8001: 2, 0x0001: 2, 0x0002: 3, 0x8002: 4, 0xFFFF: 0}.items():
-        assert pkey_index(table, wanted, "mlx5_0/1") == row
-    with pytest.raises(ConfigError, match=r"mlx5_0/1 is not in the partition 0x8003 \(BPSFAST_RDMA_PKEY\): its table "
-                                          "has 0x7fff, 0x8001, 0x0002, 0x8002"):
-        pkey_index(table, 0x8003, "mlx5_0/1")
-    assert machine.host.pkeys("mlx5_9", 1) == {} and pkey_index({}, 0, "mlx5_9/1") == 0
+        assert pkey_index(table, wanted) == row
+    assert pkey_index(table, 0x8003) is None
+    assert "not in the partition 0x8003 (BPSFAST_RDMA_PKEY): its table has 0x7fff, 0x8001, 0x0002, 0x8002." in (
+        pkey_objection(table, 0x8003))
+    assert machine.host.pkeys("mlx5_9", 1) == {} and pkey_index({}, 0) == 0
+
+
+@pytest.mark.parametrize(("ours", "theirs", "can"), [
+    (0x8001, 0x8001, True), (0x8001, 0x0001, True), (0x0001, 0x0001, False), (0x8001, 0x8002, False),
+    (0, 0x8002, True), (0x0001, 0, True)])
+def test_ports_of_one_partition_talk_if_one_of_them_is_a_full_member(ours: int, theirs: int, can: bool) -> None:
+    assert can_talk(ours, theirs) is can
 
 
 def test_software_and_cloud_devices(recorded_machine: Callable[[str], Machine]) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.hardware.rdma_route import RailChoice, choose, incapable, peer_address
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from tests.sysfs_trees.machine import Machine
 
 
 def chosen(machine: Machine, peer: str = "", **values: object) -> RailChoice:
-    return choose(machine.host, peer=ipaddress.ip_address(peer) if peer else None, **values)  # type: ignore[arg-type]
+    settings = Settings(**{f"rdma_{name}": value for name, value in values.items()})  # type: ignore[arg-type]
+    return choose(machine.host, settings, ipaddress.ip_address(peer) if peer else None)
 
 
 def names(choice: RailChoice) -> tuple[list[str], list[str], list[str]]:
@@ -64,7 +66,8 @@ def test_a_path_goes_by_gid_on_ethernet_only(
 
     peer = rail.gid.value[:8] + b"\1" * 8
     assert rail.path(link_layer, 7, peer) == {"lid": 7} | by_gid(peer)
-    assert rail.path(link_layer, 7, peer, grh=True) == {"lid": 7, "gid": peer, "gid_index": rail.gid.index}
+    with_grh = dataclasses.replace(rail, grh=True)
+    assert with_grh.path(link_layer, 7, peer) == {"lid": 7, "gid": peer, "gid_index": rail.gid.index}
 
 
 def test_ports_of_different_infiniband_subnets_have_no_path(recorded_machine: Callable[[str], Machine]) -> None:
@@ -75,18 +78,30 @@ def test_ports_of_different_infiniband_subnets_have_no_path(recorded_machine: Ca
     for grh in (False, True):
         with pytest.raises(UnsupportedError, match=rf"{rail.name} is in the InfiniBand subnet {ours}, the peer's port "
                                                    r"in fec0:0000:0000:0001: .*, or use tcp"):
-            rail.path("InfiniBand", 7, other, grh=grh)
+            dataclasses.replace(rail, grh=grh).path("InfiniBand", 7, other)
     assert rail.path("InfiniBand", 7, b"") == {"lid": 7}  # a port without a table: nothing is known
 
 
 def test_a_global_route_header_needs_both_gids(recorded_machine: Callable[[str], Machine]) -> None:
-    rail = chosen(recorded_machine("infiniband")).rails[0]
+    rail = chosen(recorded_machine("infiniband"), grh=True).rails[0]
     with pytest.raises(UnsupportedError, match="BPSFAST_RDMA_GRH is on, and the peer has no GID"):
-        rail.path("InfiniBand", 7, b"", grh=True)
+        rail.path("InfiniBand", 7, b"")
     bare = dataclasses.replace(rail, gid=None)
-    assert bare.path("InfiniBand", 7, b"") == {"lid": 7}
+    assert dataclasses.replace(bare, grh=False).path("InfiniBand", 7, b"") == {"lid": 7}
     with pytest.raises(UnsupportedError, match=f"BPSFAST_RDMA_GRH is on, and {rail.name} has no GID"):
-        bare.path("InfiniBand", 7, b"\1" * 16, grh=True)
+        bare.path("InfiniBand", 7, b"\1" * 16)
+
+
+def test_only_ports_of_the_wanted_partition_are_used(recorded_machine: Callable[[str], Machine]) -> None:
+    machine = recorded_machine("mlx5_roce")
+    for device, keys in {"mlx5_0": ["0xffff", "0x8005"], "mlx5_1": ["0xffff"]}.items():
+        for row, key in enumerate(keys):
+            machine.write(f"sys/class/infiniband/{device}/ports/1/pkeys/{row}", f"{key}\n")
+    assert [(rail.pkey, rail.pkey_index) for rail in chosen(machine).rails] == [(0xFFFF, 0), (0xFFFF, 0)]
+    choice = chosen(machine, pkey=0x0005)  # the port is a full member, which is more than was asked for
+    assert [(rail.name, rail.pkey, rail.pkey_index) for rail in choice.rails] == [("mlx5_0/1", 0x8005, 1)]
+    assert choice.rejected["mlx5_1/1"].startswith(
+        "the port is not in the partition 0x0005 (BPSFAST_RDMA_PKEY): its table has 0xffff. The subnet manager")
 
 
 def test_a_route_by_no_card_is_told_in_the_reason(recorded_machine: Callable[[str], Machine]) -> None:

@@ -1,4 +1,4 @@
-"""`Reconnects`: the order in which a node changes links, what it tells the peer, and when it reports the peer lost."""
+"""`LinkChanges`: the order in which a node changes links, what it tells the peer, and when it reports the peer lost."""
 from __future__ import annotations
 
 import socket
@@ -9,7 +9,7 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.peers import Reconnects
+from bpsfast.node.link_changes import LinkChanges
 from bpsfast.node.transport.rdma import LinkClosed, LinkResumed, LinkTaken, RdmaLink, rdma_messages
 from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import CapacityError
@@ -44,7 +44,7 @@ class Node:
             seek=lambda *_: self.done.append("seek tcp"),
             seek_rdma=lambda *_, **how: self.done.append("seek rdma at once" if how.get("is_urgent") else "seek rdma"),
             replaced=lambda link, reason: None)
-        self.reconnects = Reconnects(
+        self.link_changes = LinkChanges(
             settings.load({"transport": transport}, {}), self.loop, runtime, peering, lambda work: work(),
             lambda link: None, lambda: False, lambda index: None, lambda index, why: self.lost.append(why))
 
@@ -73,7 +73,7 @@ class Node:
     def offer(self) -> RdmaLink:
         """Let an RDMA link be made in the background."""
         self.made.append(self.rdma_link())
-        self.reconnects.connected()
+        self.link_changes.connected()
         return self.made[-1]
 
     def close(self) -> None:
@@ -99,19 +99,19 @@ def test_tcp_is_closed_and_all_is_bound_before_the_peer_is_told_and_nothing_is_w
     node.links[PEER] = TcpLink(PEER)
     link = node.offer()
     assert node.done == [], "the peer may not have it yet"
-    node.reconnects.message(link, LinkTaken())
+    node.link_changes.message(link, LinkTaken())
     assert node.done == ["close tcp", "no tcp", "receive over rdma"]
     assert node.heard() == [LinkResumed(generation=3, awaited={}, slots=(), link=4)]
-    node.reconnects.message(link, LinkResumed(generation=3, awaited={}, slots=(), link=6))
+    node.link_changes.message(link, LinkResumed(generation=3, awaited={}, slots=(), link=6))
     assert node.done[3:] == ["number after 6", "write over rdma"]
-    node.reconnects.message(link, LinkResumed(generation=3, awaited={}, slots=(), link=6))
+    node.link_changes.message(link, LinkResumed(generation=3, awaited={}, slots=(), link=6))
     assert len(node.done) == 5, "once"
 
 
 def test_the_side_that_hears_of_the_change_first_by_the_end_of_its_link_uses_the_new_one(node):
     node.links[PEER] = TcpLink(PEER)
     node.offer()
-    assert node.reconnects.begin(PEER, "its data connection ended")
+    assert node.link_changes.begin(PEER, "its data connection ended")
     assert node.done == ["close tcp", "no tcp", "receive over rdma"]
 
 
@@ -120,9 +120,9 @@ def test_a_link_that_ends_before_it_is_used_changes_nothing(node):
     for how in ("its channel", "by word"):
         link = node.offer()
         if how == "by word":
-            node.reconnects.message(link, LinkClosed(by_tcp=True))
+            node.link_changes.message(link, LinkClosed(by_tcp=True))
         else:
-            assert node.reconnects.channel_ended(link)
+            assert node.link_changes.channel_ended(link)
         assert not node.made and node.done == [], how
         link.close()
 
@@ -130,8 +130,8 @@ def test_a_link_that_ends_before_it_is_used_changes_nothing(node):
 def test_a_link_that_fails_before_the_peer_uses_it_is_replaced_by_tcp_and_the_peer_is_told(node):
     node.links[PEER] = TcpLink(PEER)
     link = node.offer()
-    node.reconnects.message(link, LinkTaken())
-    assert node.reconnects.begin(PEER, "a queue pair failed")
+    node.link_changes.message(link, LinkTaken())
+    assert node.link_changes.begin(PEER, "a queue pair failed")
     assert node.done[3:] == ["close rdma", "seek tcp"]
     assert node.heard()[1:] == [LinkClosed(by_tcp=True)]
 
@@ -140,7 +140,7 @@ def test_a_link_over_which_memory_is_refused_is_not_used(node):
     node.links[PEER] = TcpLink(PEER)
     link = node.offer()
     node.refuses = True
-    node.reconnects.message(link, LinkTaken())
+    node.link_changes.message(link, LinkTaken())
     assert node.done == ["close tcp", "no tcp", "seek tcp"] and link.channel.fileno() < 0
 
 
@@ -150,22 +150,22 @@ def test_the_end_of_a_connection_is_the_end_of_the_peer_unless_it_may_have_chang
     node.links[PEER] = link = node.rdma_link()
     if is_sought:
         node.made.append(node.rdma_link())
-    assert node.reconnects.channel_ended(link) is not is_lost
+    assert node.link_changes.channel_ended(link) is not is_lost
     assert node.done == ([] if is_lost else ["close rdma", "seek tcp"])
 
 
 def test_a_peer_that_must_not_use_tcp_is_sought_by_rdma_only(node):
     node.links[PEER] = link = node.rdma_link()
-    assert node.reconnects.begin(PEER, "a queue pair failed")
-    node.reconnects.message(link, LinkClosed(by_tcp=False))
+    assert node.link_changes.begin(PEER, "a queue pair failed")
+    node.link_changes.message(link, LinkClosed(by_tcp=False))
     assert node.done == ["close rdma", "seek tcp", "no tcp", "seek rdma at once"]
     assert node.heard() == [LinkClosed(by_tcp=False)]
-    node.reconnects.message(link, LinkClosed(by_tcp=False))
+    node.link_changes.message(link, LinkClosed(by_tcp=False))
     assert len(node.done) == 4, "both know"
 
 
 @pytest.mark.parametrize("node", ["rdma"], indirect=True)
 def test_with_transport_rdma_a_link_without_a_device_is_the_end(node):
     node.links[PEER] = node.rdma_link()  # of no rail that is open
-    assert not node.reconnects.begin(PEER, "the card is gone")
+    assert not node.link_changes.begin(PEER, "the card is gone")
     assert node.done == ["close rdma"] and not node.lost

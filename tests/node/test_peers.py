@@ -205,7 +205,7 @@ def test_what_came_with_the_last_message_of_a_handshake_is_read(no_leaks, side):
         far.send(rdma_messages.LinkTaken())
         assert near.recv(20)[0] == rdma_messages.RdmaProven(pairs=(0,))
         link, heard = RdmaLink(1, 2, (), near), []
-        here.peers._reconnects = SimpleNamespace(message=lambda *said: heard.append(said))
+        here.peers._link_changes = SimpleNamespace(message=lambda *said: heard.append(said))
         here.control.count_message = lambda: None
         here.peers._watch_channel(link)
         here.loop.run_once(20)

@@ -7,6 +7,7 @@ import pytest
 
 from bpsfast.hardware.rdma_devices import Gid
 from bpsfast.hardware.rdma_route import Rail
+from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.perf import perf_plan as plans
 from bpsfast.tools.perf.rdma import RdmaEnd
 
@@ -38,10 +39,14 @@ PEER = b"\1" * 8 + b"\2" * 8
 def test_a_path_is_addressed_as_the_transport_does(link_layer, address):
     end = RdmaEnd.__new__(RdmaEnd)
     end.plan, end.pairs, end._max_reads = plans.make("bw", {"transport": "rdma"}), [Pair()], 4
-    end.rail = Rail("mlx5_0", 1, Gid("mlx5_0", 1, 3, b"\1" * 16, "v2", None), None, "")
+    end.rail = Rail("mlx5_0", 1, Gid("mlx5_0", 1, 3, b"\1" * 16, "v2", None), None, "", pkey=0x8001, pkey_index=2)
     end.port = {"link_layer": link_layer, "active_mtu": 4096}
-    end.connect({"link_layer": link_layer, "mtu": 2048, "lid": address["lid"], "gid": PEER, "reads": 4,
-                 "numbers": [5], "psns": [6]})
+    peer = {"link_layer": link_layer, "mtu": 2048, "lid": address["lid"], "gid": PEER, "pkey": 0x0001, "reads": 4,
+            "numbers": [5], "psns": [6]}
+    end.connect(peer)
+    assert end.pairs[0].asked["to_init"]["pkey_index"] == 2
     asked = end.pairs[0].asked["to_rtr"]
     assert {name: asked[name] for name in ("lid", "gid", "gid_index") if name in asked} == address
     assert asked["mtu"] == 2048
+    with pytest.raises(ConfigError, match="mlx5_0/1 has the partition key 0x8001, the peer's port 0x8002"):
+        end.connect(peer | {"pkey": 0x8002})

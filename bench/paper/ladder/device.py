@@ -4,6 +4,7 @@ from __future__ import annotations
 import errno
 
 import bpsfast.bench.paper.ladder.exchange as exchange
+from bpsfast.base.settings import Settings
 from bpsfast.bench.paper.ladder.control import Offer
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import Rail, choose, peer_address
@@ -27,7 +28,7 @@ def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
         raise OSError(errno.ENODEV, "the ladder needs an RDMA device, /sys/class/infiniband is empty; "
                                     "`bpsfast doctor` says why")
     address = peer_address(host, peer) if peer else None
-    choice = choose(host, devices=f"={devices}" if devices else "", gid_index=gid_index, peer=address)
+    choice = choose(host, Settings(rdma_devices=f"={devices}" if devices else "", rdma_gid_index=gid_index), address)
     try:
         return [*choice.require(), *choice.spare]
     except UnsupportedError as exc:

@@ -29,8 +29,7 @@ def traffic_nics(host: Host, settings: Settings, address: str) -> NicLocality:
     wanted = ipaddress.ip_address(address) if address else None
     if settings.transport in ("auto", "rdma") and not settings.nic_limit and (wanted is None or not wanted.is_loopback):
         try:
-            rails = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
-                                      peer=wanted).rails
+            rails = rdma_route.choose(host, settings, wanted).rails
         except BpsError:  # reported later, if RDMA is needed
             rails = ()
         nodes = {device.name: device.numa_node for device in host.devices}

@@ -52,8 +52,7 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
 def _choose(host: Host, assignments: tuple[str, ...], peer: str | None) -> RailChoice:
     """Return the ports of *host* that a job with these settings would use, towards *peer* if it is given."""
     loaded = settings.load(overrides(assignments), host.kernel.environ)
-    return choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                  peer=peer_address(host, peer) if peer else None)
+    return choose(host, loaded, peer_address(host, peer) if peer else None)
 
 
 def _require_devices(host: Host) -> None:

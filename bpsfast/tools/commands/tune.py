@@ -190,7 +190,7 @@ def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     from ..perf import control
     from ..tune.testbed import TuneServer
 
-    choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
+    choose(Host(), loaded).require()
     place = control.listen_address(loaded, loaded.node_host)
     with control.listen(port, place.host) as listener:
         click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)

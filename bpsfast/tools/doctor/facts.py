@@ -199,14 +199,13 @@ class Facts:
         """The ports that would be used; settings that contradict the machine are ignored."""
         if self.choice_error:
             return choose(self.host, peer=self.peer)
-        return choose(self.host, devices=self.settings.rdma_devices, gid_index=self.settings.rdma_gid_index,
-                      peer=self.peer)
+        return choose(self.host, self.settings, self.peer)
 
     @cached_property
     def choice_error(self) -> str:
         """Why the settings rdma_devices and rdma_gid_index cannot be met; "" if they can."""
         try:
-            choose(self.host, devices=self.settings.rdma_devices, gid_index=self.settings.rdma_gid_index)
+            choose(self.host, self.settings)
         except ConfigError as exc:
             return str(exc)
         return ""

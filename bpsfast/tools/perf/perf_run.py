@@ -23,6 +23,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.nic_counters import difference
@@ -122,8 +124,8 @@ class PerfRun:
         if plan.transport == "shm":
             return ShmEnd(plan, loaded.awake_us / 1e6, loaded.nontemporal_bytes)
         devices = f"={self._device}" if self._device and not is_client else loaded.rdma_devices
-        choice = choose(self._host, devices=devices, gid_index=loaded.rdma_gid_index,
-                        peer=peer_address(self._host, self._control.peer_host))
+        choice = choose(self._host, msgspec.structs.replace(loaded, rdma_devices=devices),
+                        peer_address(self._host, self._control.peer_host))
         return RdmaEnd(plan, choice.require()[0], provider, self._host)
 
     def _measure(self, end: Any, provider: str, nbytes: int, is_client: bool) -> None:

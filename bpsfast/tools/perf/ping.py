@@ -34,8 +34,7 @@ _PAIR_S = 4.0
 
 def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dict[str, str]]:
     """Return the usable ports (of rdma_devices) towards *peer_host*, best first, and reasons against the others."""
-    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                    peer=peer_address(host, peer_host))
+    choice = choose(host, loaded, peer_address(host, peer_host))
     return [*choice.rails, *(() if loaded.rdma_devices else choice.spare)], dict(choice.rejected)
 
 

@@ -58,7 +58,7 @@ class RailPath:
         rail.join()
         pair = None
         try:
-            pair = rail.queue_pair()
+            pair = rail.queue_pair(route.chosen.pkey_index)
             stream = native.Stream(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
                                max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
                                signal_every=rail.settings.rdma_signal_every,

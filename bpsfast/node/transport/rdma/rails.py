@@ -28,11 +28,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ....base.settings import Settings, parse_address
 from ....hardware import rdma_route
 from ....hardware.affinity.binding import device_cores, on_cores
 from ....hardware.host import Host
-from ....hardware.rdma_devices import pkey_index
 from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError
 from ....pyx import rdma as native
@@ -162,21 +163,20 @@ class Rail:
 
     The GID that a peer is reached from is the peer's (`PeerRail`): a port may have one for each of several subnets.
 
-    Its thread runs on *cores* only, if there are any. *pkey_row*: the row of the port's table of partition keys.
+    Its thread runs on *cores* only, if there are any.
 
     Raises `OSError` or `CapacityError` if the device cannot be opened, or its queues are too short for *n_peers* peers
     with *settings*.
     """
 
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
-                 cores: frozenset[int] = frozenset(), pkey_row: int = 0) -> None:
+                 cores: frozenset[int] = frozenset()) -> None:
         self.verbs = verbs
         self.device_name = chosen.device
         self.port_number = chosen.port
         self.position = chosen.position
         self.settings = settings
         self.name = chosen.name
-        self._pkey_row = pkey_row
         self.users = 0
         self.is_closed = False
         self._n_left = 0  # closed streams whose completions may still be in the queue
@@ -207,8 +207,11 @@ class Rail:
         except OSError:
             return True
 
-    def queue_pair(self) -> Any:
-        """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
+    def queue_pair(self, pkey_index: int) -> Any:
+        """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected.
+
+        *pkey_index*: the row of the port's table of partition keys.
+        """
         inline_nbytes = self.settings.rdma_inline_bytes
         try:
             pair = self.verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
@@ -219,7 +222,7 @@ class Rail:
             raise CapacityError(f"{exc.strerror}; BPSFAST_RDMA_INLINE_BYTES={inline_nbytes} may be more than "
                                 f"{self.device_name} carries inline: lower it") from exc
         try:
-            pair.to_init(self.port_number, pkey_index=self._pkey_row)
+            pair.to_init(self.port_number, pkey_index=pkey_index)
         except BaseException:
             pair.close()
             raise
@@ -299,7 +302,7 @@ class PeerRail(NamedTuple):
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=port["lid"],
                          mtu=min(port["active_mtu"], rail.settings.rdma_mtu or port["active_mtu"]),
                          position=rail.position, gbps=self.chosen.gbps, network=self.chosen.network,
-                         is_on_route=self.chosen.is_on_route)
+                         is_on_route=self.chosen.is_on_route, pkey=self.chosen.pkey)
 
     def port_now(self) -> PortNow:
         """Return the present state of the port, including events that the device has reported."""
@@ -376,8 +379,7 @@ class Rails:
             if not host.ports:
                 raise NoDeviceError("there is no RDMA device here")
             peer = rdma_route.peer_address(host, parse_address(address, "a node")[0]) if address else None
-            chosen = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
-                                  peer=peer).require()
+            chosen = rdma_route.choose(host, settings, peer).require()
             with self._lock:
                 if self._closed:
                     raise NoRdmaError("the node is closing")
@@ -406,10 +408,10 @@ class Rails:
                 self._host, self._read_at = self._read_host(), time.monotonic()
             peer = rdma_route.peer_address(self._host, parse_address(address, "a node")[0])
             for rail in rails:
-                exactly = f"={rail.device_name}:{rail.port_number}"
+                exactly = msgspec.structs.replace(self._settings,
+                                                  rdma_devices=f"={rail.device_name}:{rail.port_number}")
                 try:
-                    [chosen] = rdma_route.choose(self._host, devices=exactly, peer=peer,
-                                            gid_index=self._settings.rdma_gid_index).require()
+                    [chosen] = rdma_route.choose(self._host, exactly, peer).require()
                     found.append(PeerRail(rail, chosen, rail.device.port(rail.port_number)))
                 except (BpsError, OSError, ValueError) as exc:  # ValueError: the rail is closed meanwhile
                     reasons.append(str(exc))
@@ -525,9 +527,7 @@ class Rails:
     def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> PeerRail:
         if chosen.name not in self._open:
             settings = self._settings
-            row = pkey_index(self._host.pkeys(chosen.device, chosen.port), settings.rdma_pkey, chosen.name)
             self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
-                                           device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed),
-                                           row)
+                                           device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed))
         rail = self._open[chosen.name]
         return PeerRail(rail, chosen, rail.port)

@@ -28,7 +28,7 @@ class RailOffer(messages.Record):
     """One port: `gid` is empty on InfiniBand without a table, `version` v1, v2 or IB; `mtu` in bytes.
 
     By `network`, `position` and `is_on_route` (to the receiver's address) the ports of two nodes pair up. `gbps`: the
-    port's rate in Gbit/s, 0 if unknown.
+    port's rate in Gbit/s, 0 if unknown. `pkey`: its partition key, 0 if unknown.
     """
 
     device: str
@@ -42,6 +42,7 @@ class RailOffer(messages.Record):
     gbps: float = 0.0
     network: str = ""
     is_on_route: bool = False
+    pkey: int = 0
 
 
 class RdmaOffer(messages.Message):

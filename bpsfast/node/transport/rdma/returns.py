@@ -1,7 +1,7 @@
 """Makes RDMA links again to peers whose RDMA link has failed; the job goes on by tcp meanwhile.
 
 The node that dials the pair tries again and again, in a thread for each such peer; the other node accepts. A link is
-made as at the start, with a first write each way, and then waits here: `Reconnects` changes over to it.
+made as at the start, with a first write each way, and then waits here: `LinkChanges` changes over to it.
 """
 from __future__ import annotations
 
