@@ -5,6 +5,7 @@ A command reads its options, calls one function, and turns an error into one lin
 """
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any
@@ -86,9 +87,12 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
     bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
+    gc.disable()  # modules stay: to look for garbage among them takes 5 % of a node's start, and of each pass later
     from .launch import daemons
     from .node import main as control
 
+    gc.freeze()
+    gc.enable()
     logs.set_identity("helper" if helper else "node")
     if helper:
         if options["local_size"]:

@@ -10,7 +10,6 @@ import functools
 import io
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -73,7 +72,11 @@ def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequen
 
 def terminal_width() -> int | None:
     """Return the width of standard output, None if it is not a terminal; then lines are not wrapped."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    import shutil  # daemons import this module, and print no tables
+
+    return shutil.get_terminal_size().columns
 
 
 def hanging(head: str, words: str) -> list[str]:

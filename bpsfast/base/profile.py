@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,6 +145,8 @@ def _entries(place: Path) -> list[dict[str, Any]]:
 
 def _replace(place: Path, text: str, like: Path) -> None:
     """Replace a file atomically, with the mode of *like*."""
+    import tempfile  # every process reads a profile, and few write one
+
     handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         with open(handle, "w", encoding="utf-8", newline="") as file:

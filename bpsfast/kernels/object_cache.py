@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
+import importlib.util
 import mmap
 import os
 import platform
@@ -130,7 +130,7 @@ def _fingerprint() -> str:
     """Return a hash of all that the machine code of a kernel depends on."""
     digest = hashlib.sha256(_MAGIC)
     for package in ("numba", "llvmlite"):
-        digest.update(importlib.metadata.version(package).encode() + b"\0")
+        digest.update(_version_file(package).read_bytes() + b"\0")
     for name in sorted(name for name in os.environ if name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR"):
         digest.update(f"{name}={os.environ[name]}\0".encode())
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -142,6 +142,14 @@ def _fingerprint() -> str:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _version_file(package: str) -> Path:
+    """Return the module that has the version of *package*; importing either, or importlib.metadata, takes longer."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ImportError(f"{package} is not installed")
+    return Path(found.origin).with_name("_version.py")
 
 
 def _unpacked(data: bytes) -> tuple[str, bytes]:

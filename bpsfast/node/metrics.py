@@ -14,14 +14,11 @@ import importlib.util
 import logging
 import os
 import platform
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -35,6 +32,8 @@ from .event_loop import EventLoop
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from .metrics_server import MetricsServer
+
 log = logging.getLogger("bpsfast.node")
 
 #: Between two writings of the text file.
@@ -47,8 +46,6 @@ _LIVE_S = 60.0
 _LOOK_S = 0.5
 #: A port that stays in use for this long is reported: another node of this host may still have to release it.
 _TAKEN_S = 5.0
-#: Timeout of a client that sends nothing.
-_CLIENT_TIMEOUT_S = 10.0
 _NS = 1e-9
 
 
@@ -93,7 +90,7 @@ class Exporter:
         self._host, self._first_port = settings.metrics_host, settings.metrics_port
         self._port = self._first_port + n_before
         self._taken_since: float | None = None
-        self._server: _Server | None = None
+        self._server: MetricsServer | None = None
         self._last: tuple[float, Reading] | None = None
         self._done: tuple[int, ...] = ()  # the progress, and when it was seen to be that: monotonic time, time of day
         self._done_at: tuple[float, float] | None = None
@@ -130,8 +127,10 @@ class Exporter:
     def _listen(self) -> None:
         if not self._first_port or self._server is not None:
             return
+        from .metrics_server import MetricsServer  # its library takes 5 % of a node's start, and few nodes serve
+
         try:
-            self._server = _Server(self._host, self._port, self._answer)
+            self._server = MetricsServer(self._host, self._port, self._answer)
         except (OSError, OverflowError) as exc:
             now = time.monotonic()
             self._taken_since = now if self._taken_since is None else self._taken_since
@@ -218,16 +217,18 @@ class Exporter:
 
     def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Return status, content type and body."""
+        from .metrics_server import plain_text
+
         if path == "/healthz":
             age_s = self._status().loop_age_s
-            return _plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
+            return plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
         if path == "/readyz":
             why_not = self._status().why_not_ready
-            return _plain_text(503 if why_not else 200, why_not or "in the job, and connected")
+            return plain_text(503 if why_not else 200, why_not or "in the job, and connected")
         if path not in ("/metrics", "/"):
-            return _plain_text(404, "there are /metrics, /healthz and /readyz")
+            return plain_text(404, "there are /metrics, /healthz and /readyz")
         if self._metrics is None:
-            return _plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
+            return plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
         return 200, *self._metrics.text(accept)
 
 
@@ -249,59 +250,6 @@ class _Metrics:
 
         encode, kind = choose_encoder(accept)
         return kind, encode(self._with_process)
-
-
-def _plain_text(code: int, text: str) -> tuple[int, str, bytes]:
-    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
-class _Server(ThreadingMixIn, TCPServer):
-    """An HTTP server that gives each GET to *answer* (path, Accept), in a thread of its own; serves until `end`."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, answer: Callable[[str, str], tuple[int, str, bytes]]) -> None:
-        self.answer = answer
-        self.address_family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM,
-                                                 flags=socket.AI_PASSIVE)[0][0]
-        super().__init__((host, port), _Handler)
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="bpsfast-metrics", daemon=True)
-        self._thread.start()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log only for debugging: a client may close its connection before it has its answer."""
-        log.debug("a question for numbers failed", exc_info=True)
-
-    def end(self) -> None:
-        """Stop serving, and free the port."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _CLIENT_TIMEOUT_S
-    server: _Server
-
-    def do_GET(self) -> None:
-        """Answer a question."""
-        try:
-            code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
-        except Exception as exc:  # it is the scrape that fails, not the job
-            code, kind, body = _plain_text(500, f"{type(exc).__name__}: {exc}")
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *values: Any) -> None:
-        """Log no line for each question."""
 
 
 class Member(NamedTuple):

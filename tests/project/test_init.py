@@ -46,6 +46,14 @@ def test_using_it_imports_neither_numba_nor_torch_nor_zeromq():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_a_node_loads_nothing_that_it_does_not_need():
+    done = program("import sys, bpsfast.cli, bpsfast.node.main\n"
+                   "heavy = ('numpy', 'numba', 'llvmlite', 'http.server', 'ssl', 'importlib.metadata', 'tempfile',\n"
+                   "         'importlib.resources', 'bpsfast.trainer.session')\n"
+                   "print([name for name in heavy if name in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_a_tree_that_was_not_built_says_what_to_do():
     done = program("import sys; sys.modules['bpsfast.pyx.port'] = None\nimport bpsfast\nbpsfast.init()")
     assert done.returncode == 1

@@ -53,7 +53,7 @@ class Port:
         """Make a queue pair for an end of *n_parts* partitions, in state INIT."""
         pair = verbs.QueuePair(self.domain, queue, queue, max_send=MAX_SEND, max_recv=exchange.receives(n_parts),
                                max_send_sge=2)
-        pair.to_init(self.rail.port)
+        pair.to_init(self.rail.port, pkey_index=self.rail.pkey_index)
         return pair
 
     def offer(self, pair: verbs.QueuePair, arrival: int = 0, rkey: int = 0) -> Offer:

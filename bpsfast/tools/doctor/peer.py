@@ -64,7 +64,7 @@ class QueuePairTest:
             self._queue = opened.enter_context(verbs.CompletionQueue(device, 16, events=True))
             self._pair = opened.enter_context(
                 verbs.QueuePair(domain, self._queue, self._queue, max_send=4, max_recv=4))
-            self._pair.to_init(rail.port)
+            self._pair.to_init(rail.port, pkey_index=rail.pkey_index)
             port = device.port(rail.port)
             self.end = QueuePairAddress(
                 port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
