@@ -18,7 +18,7 @@ from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness.contestant_group import START_TIMEOUT_S, Group, Start
 from bpsfast.launch import local_job as launch
 from bpsfast.launch.daemons import clean_environment, reserve_port
-from bpsfast.launch.namespaces import Cluster
+from bpsfast.launch.namespaces import Cluster, FaultyLink
 from bpsfast.launch.processes import Command, Kind
 
 _LOOPBACK = "127.0.0.1"
@@ -35,7 +35,7 @@ class ContestantLauncher:
     so on; None: everything runs on this machine.
     """
 
-    def __init__(self, n_ranks: int, n_nodes: int, cluster: Cluster | None = None) -> None:
+    def __init__(self, n_ranks: int, n_nodes: int, cluster: Cluster | FaultyLink | None = None) -> None:
         self._shape = launch.shape_of(n_ranks, n_nodes, 0)
         self._cluster = cluster
         self._groups: list[Group] = []

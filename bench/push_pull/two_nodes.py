@@ -1,6 +1,10 @@
-"""`bench push_pull` between two nodes over TCP, on slow links and on loopback, compared with raw sockets and gloo."""
+"""`bench push_pull` between two nodes over TCP, compared with raw sockets and gloo.
+
+On links with a rate, on loopback, and on a line so long that a connection fills it only with megabytes on the way.
+"""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bpsfast.bench.harness import raw_sockets, table
@@ -8,13 +12,17 @@ from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, best, bound_s, take_turns
 from bpsfast.bench.push_pull.cliffs import SILENT
 from bpsfast.bench.push_pull.options import Plan
-from bpsfast.launch.namespaces import Cluster, netns
+from bpsfast.launch.namespaces import Cluster, FaultyLink, faulty_link, netns
 
 _RAW = tuple(raw_sockets.VARIANTS)
 #: NumPy arrays with all connections encrypted, which is the default between machines.
 ENCRYPTED = "numpy, encrypted"
 #: Rate of shaped links, low enough that CPUs are not the bottleneck.
 _RATE = "1gbit"
+#: The long line: delay each way, rate, and the packet size with which its forwarder, in Python, is not the bottleneck.
+_DELAY_S, _LINE_BITS, _LINE_MTU = 0.06, 200e6, 9000
+#: Sizes below are as long on the line as a round trip.
+_LEAST_ON_LINE_NBYTES = 16 << 20
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:
@@ -26,10 +34,21 @@ def run(plan: Plan) -> list[dict[str, Any]]:
             records += _measure(plan, f"links of {_RATE}", cluster)
     else:
         plan.say(f"shaped links are left out: {lacking}\n")
-    return records + _measure(plan, "loopback", None)
+    records += _measure(plan, "loopback", None)
+    long_plan = replace(plan, sizes=tuple(nbytes for nbytes in plan.sizes if nbytes >= _LEAST_ON_LINE_NBYTES),
+                        quick=True)
+    lacking = faulty_link.missing()
+    if lacking is not None:
+        plan.say(f"the long line is left out: {lacking}\n")
+    elif long_plan.sizes:
+        with FaultyLink("node0", "node1", mtu=_LINE_MTU) as link:
+            link.lengthen(_DELAY_S, _LINE_BITS / 8)
+            records += _measure(long_plan, f"a line of {_LINE_BITS / 1e6:g} Mbit/s and {_DELAY_S * 1e3:g} ms each way",
+                                link)
+    return records
 
 
-def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, Any]]:
+def _measure(plan: Plan, where: str, cluster: Cluster | FaultyLink | None) -> list[dict[str, Any]]:
     """Measure on one kind of network. Shaped links are slow, so with fewer operations and without `sums=off`."""
     shaped = cluster is not None
     rows: list[Row] = []

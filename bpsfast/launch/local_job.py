@@ -27,6 +27,7 @@ from . import roles
 from .daemons import N_RESTARTS, clean_environment, reserve_master_port, reserve_port, run_scheduler
 from .environments import is_local_byteps_job
 from .namespaces.cluster import Cluster, Machine
+from .namespaces.faulty_link import FaultyLink
 from .output import Output
 from .processes import Command, Kind, thread_defaults
 from .supervisor import Limits, Supervisor
@@ -65,7 +66,7 @@ def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = Non
 
 
 def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
-         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "",
+         scheduler: tuple[str, int], key: str, cluster: Cluster | FaultyLink | None = None, python: str = "",
          master_port: int = 0) -> list[Command]:
     """Return the job's commands in the order of starting: scheduler, nodes, helpers, ranks.
 

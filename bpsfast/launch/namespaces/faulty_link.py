@@ -132,6 +132,11 @@ class FaultyLink(Closing):
     def __getitem__(self, name: str) -> Machine:
         return self.machines[name]
 
+    @property
+    def hub(self) -> Machine:
+        """The machine where the scheduler of a job runs: the first of the two."""
+        return next(iter(self.machines.values()))
+
     def close(self) -> None:
         """Kill all processes on the machines, remove the machines, stop the forwarder. Idempotent."""
         if self._closed:
