@@ -66,6 +66,45 @@ def test_a_link_is_tried_until_it_is_made_and_kept_until_it_is_taken(is_urgent, 
     assert not node.returns.links() and not node.returns.seeks() and not link.closed.is_set()
 
 
+def test_a_peer_that_does_not_answer_keeps_no_other_waiting(node):
+    for index in (0, 1):
+        node.returns.seek(index, RAILS, 1, dials=True, pause_s=0.01)
+    asked = {node.asked.get(timeout=WAIT_S)[0] for _ in range(2)}  # both at once: there is no answer yet
+    assert asked == {0, 1}
+    node.answers.put(link := Link(0))  # of either
+    node.news.get(timeout=WAIT_S)
+    assert node.returns.links() == [link]
+    node.answers.put(NoRdmaError("nobody answers"))
+
+
+def test_few_threads_dial_many_peers_and_end_with_the_last_one(no_leaks, monkeypatch):
+    monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(returns, "_MOST_THREADS", 3)
+    n_peers, lock, dialled, most = 20, threading.Lock(), [], []
+
+    def dial(index, rails, least_rails):
+        with lock:
+            dialled.append(index)
+            most.append(sum(each.name == "bpsfast-rdma-return" for each in threading.enumerate()))
+            if dialled.count(index) == 1:
+                raise NoRdmaError("the port is DOWN")
+        return Link(index)
+
+    news = queue.Queue()
+    tried = RdmaReturns(dial, lambda: news.put(None))
+    for index in range(n_peers):
+        tried.seek(index, RAILS, 1, dials=True, pause_s=0.001)
+    for _ in range(n_peers):
+        news.get(timeout=WAIT_S)
+    assert sorted(dialled) == sorted([*range(n_peers)] * 2) and max(most) <= 3
+    for index in range(n_peers):
+        assert tried.take(index).index == index
+    for thread in list(tried._threads):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    tried.close()
+
+
 def test_a_link_that_ends_before_it_is_taken_is_sought_again(node):
     node.returns.seek(0, RAILS, 1, dials=True, pause_s=0.01)
     first, second = Link(0), Link(0)

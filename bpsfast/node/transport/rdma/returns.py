@@ -1,14 +1,17 @@
 """Makes RDMA links again to peers whose RDMA link has failed; the job goes on by tcp meanwhile.
 
-The node that dials the pair tries again and again, in a thread for each such peer; the other node accepts. A link is
-made as at the start, with a first write each way, and then waits here: `LinkChanges` changes over to it.
+The node that dials the pair tries again and again, in a few threads for all such peers; the other node accepts. A link
+is made as at the start, with a first write each way, and then waits here: `LinkChanges` changes over to it.
 """
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .link import RdmaLink
 
@@ -20,6 +23,8 @@ URGENT_PAUSE_S = 0.5
 FIRST_PAUSE_S = 1.0
 _MOST_PAUSE_S = 8.0
 _JOIN_S = 1.0
+#: An attempt that fails may take a minute. While this node's own port is down, each of them fails at once.
+_MOST_THREADS = 16
 
 
 @dataclass
@@ -30,14 +35,15 @@ class _Return:
     least_rails: int
     pause_s: float
     is_urgent: bool
-    link: RdmaLink | None = field(default=None)
+    dials: bool
+    link: RdmaLink | None = None
 
 
 class RdmaReturns:
     """The peers of one node that RDMA is to reach again. Any thread.
 
-    *dial*: a function that makes a link to a node over at least this many of these rails, or raises. Each peer that
-    this node dials has a thread, which calls it.
+    *dial*: a function that makes a link to a node over at least this many of these rails, or raises. It is called in
+    threads that end once nothing is left to dial.
     *notify*: called from any thread when `take` has something new.
     """
 
@@ -46,7 +52,10 @@ class RdmaReturns:
         self._notify = notify
         self._changed = threading.Condition()
         self._wanted: dict[int, _Return] = {}
-        self._threads: list[threading.Thread] = []
+        self._attempts: list[tuple[float, int, int, _Return]] = []  # heap of (when, tie-breaker, node, what is wanted)
+        self._numbers = itertools.count()
+        self._threads: set[threading.Thread] = set()
+        self._n_waiting = 0  # of the threads
         self._closed = False
 
     def seek(self, index: int, rails: Mapping[str, str], least_rails: int, *, dials: bool,
@@ -60,12 +69,8 @@ class RdmaReturns:
         with self._changed:
             if self._closed:
                 return
-            wanted = self._wanted[index] = _Return(rails, least_rails, 0.0 if is_urgent else pause_s, is_urgent)
-            if dials:
-                thread = threading.Thread(target=self._run, args=(index, wanted), name="bpsfast-rdma-return",
-                                          daemon=True)
-                self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-                thread.start()
+            wanted = self._wanted[index] = _Return(rails, least_rails, 0.0 if is_urgent else pause_s, is_urgent, dials)
+            self._plan(index, wanted)
 
     def seeks(self, index: int | None = None) -> bool:
         """Whether a link to node *index* is wanted, or made and not taken (None: to any node)."""
@@ -109,9 +114,9 @@ class RdmaReturns:
         with self._changed:
             wanted = self._wanted.get(index)
             link = wanted.link if wanted is not None else None
-            if wanted is not None:
+            if wanted is not None and link is not None:
                 wanted.link = None
-                self._changed.notify_all()
+                self._plan(index, wanted)
         if link is not None:
             link.close()
 
@@ -130,23 +135,49 @@ class RdmaReturns:
             indices = list(self._wanted)
         for index in indices:
             self.stop(index)
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(_JOIN_S)
 
-    def _run(self, index: int, wanted: _Return) -> None:
-        while self._wait(index, wanted):
+    def _plan(self, index: int, wanted: _Return) -> None:
+        """Have a thread dial node *index* after the pause of *wanted*, if this node does. The caller has the lock."""
+        if not wanted.dials or self._closed:
+            return
+        heapq.heappush(self._attempts, (time.monotonic() + wanted.pause_s, next(self._numbers), index, wanted))
+        if len(self._attempts) > self._n_waiting and len(self._threads) < _MOST_THREADS:
+            thread = threading.Thread(target=self._run, name="bpsfast-rdma-return", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (attempt := self._next()) is not None:
+            index, wanted = attempt
             try:
                 link = self._dial(index, wanted.rails, wanted.least_rails)
             except Exception as exc:  # also of a device that is closed meanwhile: another one may lead there
                 log.debug("no RDMA link to node %d yet: %r", index, exc)
                 wanted.pause_s = URGENT_PAUSE_S if wanted.is_urgent else min(2 * max(wanted.pause_s, FIRST_PAUSE_S),
                                                                             max(wanted.pause_s, _MOST_PAUSE_S))
+                with self._changed:
+                    self._plan(index, wanted)
             else:
                 self.offer(index, link)
 
-    def _wait(self, index: int, wanted: _Return) -> bool:
-        """Wait for the next attempt; return whether there is to be one."""
+    def _next(self) -> tuple[int, _Return] | None:
+        """Wait for the next attempt that is due; None if there is none, and the thread is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._wanted.get(index) is not wanted, wanted.pause_s)
-            self._changed.wait_for(lambda: self._wanted.get(index) is not wanted or wanted.link is None)
-            return self._wanted.get(index) is wanted
+            while True:
+                while self._attempts and not self._is_wanted(*self._attempts[0][2:]):
+                    heapq.heappop(self._attempts)
+                if not self._attempts:
+                    self._threads.discard(threading.current_thread())
+                    return None
+                wait_s = self._attempts[0][0] - time.monotonic()
+                if wait_s <= 0:
+                    return heapq.heappop(self._attempts)[2:]
+                self._n_waiting += 1
+                self._changed.wait(wait_s)
+                self._n_waiting -= 1
+
+    def _is_wanted(self, index: int, wanted: _Return) -> bool:
+        return self._wanted.get(index) is wanted and wanted.link is None
