@@ -1,4 +1,4 @@
-"""``bpsfast bench scale``: what the control plane of a job of many nodes costs its scheduler.
+"""``bpsfast bench scale``: what the control plane of a job of many nodes costs, and what a node takes.
 
 The scheduler is the real one, in a process of its own. The nodes are modelled (`nodes`): they send and answer the
 messages of real nodes over connections of their own, with the job's encryption, but hold no memory and sum nothing. For
@@ -10,6 +10,8 @@ bytes:
     commit    until every node has the commit
     loss      one helper is lost, until every node has the commit of the new owners
     rejoin    the scheduler is killed, and another one takes over, until every node may go on
+
+With the option *real*, jobs of real nodes are started, too (`real_nodes`).
 """
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.messages import TensorSpec
 
+from . import real_nodes
 from .nodes import Nodes
 
 #: The promised limits with 1,024 nodes: CPU seconds from the first join to the first commit, and for a lost helper.
@@ -77,14 +80,20 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
     *options*, each of which may be missing or None: nodes ("8,64,1024": nodes with ranks), n_local (ranks of each),
-    n_tensors, n_helpers; json_path, quick. Raises `StallError` if a phase does not end.
+    n_tensors, n_helpers, real ("24,64": nodes of real jobs); json_path, quick. Raises `StallError` if a phase does not
+    end.
     """
     given = BenchRun("scale", options)
     counts = parse_counts("--nodes", given.get("nodes") or ("8,64" if given.quick else "8,64,256,1024"), 4096)
     n_tensors = given.get("n_tensors") or (1000 if given.quick else 16000)
     n_local, n_helpers = given.get("n_local") or 8, given.get("n_helpers") or 4
+    real = parse_counts("--real", given.get("real"), 256) if given.get("real") else ()
     records = [record for n in counts for record in _measure(n, n_local, n_helpers, n_tensors)]
     print(report(records), flush=True)
+    if real:
+        of_real = [record for n in real for record in real_nodes.measure(n)]
+        print(real_nodes.report(of_real), flush=True)
+        records += of_real
     return given.finish(records)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 
 from bpsfast.bench import scale
+from bpsfast.bench.scale import real_nodes
 from bpsfast.orchestration import messages as m
 
 PHASES = ["join", "declare", "commit", "loss", "rejoin"]
@@ -19,6 +20,22 @@ def test_a_small_job_goes_through_every_phase(tmp_path):
     declared = {each["n_nodes"]: each for each in records if each["phase"] == "declare"}
     assert declared[6]["sent_nbytes"] < declared[2]["sent_nbytes"] + list_nbytes / 4, "one node has sent the list"
     assert [json.loads(line) for line in out.read_text().splitlines()] == [manifest, *records]
+
+
+def test_real_nodes_are_counted_in_both_conditions(tmp_path):
+    records = real_nodes.measure(2)
+    assert [(each["phase"], each["n_nodes"], each["condition"]) for each in records] == [
+        ("real", 2, condition) for condition in real_nodes.CONDITIONS]
+    for each in records:
+        start, end = each["start"], each["end"]
+        assert 0 < start["nodes_cpu_s"] <= end["nodes_cpu_s"] and start["scheduler_cpu_s"] > 0
+        assert 4 << 20 < start["median_nbytes"] <= start["most_nbytes"] < 1 << 30 and end["most_threads"] > 1
+        assert len(each["samples_s"]) > 1 and all(seconds > 0 for seconds in each["samples_s"])
+    start = records[0]["start"]
+    start |= {"nodes_cpu_s": 0.7, "scheduler_cpu_s": 0.08, "most_nbytes": 50_000_000}
+    assert "2 nodes, not encrypted: 0.8 s of CPU time, at most 50 MB a node: within 0.8 s" in real_nodes.report(records)
+    start["nodes_cpu_s"] = 0.71
+    assert "NOT within" in real_nodes.report(records)
 
 
 def test_the_table_says_whether_the_limits_are_kept():
