@@ -21,7 +21,7 @@ ENCRYPTED = "numpy, encrypted"
 _RATE = "1gbit"
 #: The long line: delay each way, rate, and the packet size with which its forwarder, in Python, is not the bottleneck.
 _DELAY_S, _LINE_BITS, _LINE_MTU = 0.06, 200e6, 9000
-#: Sizes below are as long on the line as a round trip.
+#: Smaller sizes take hardly longer than the line's round trip, whoever sends them.
 _LEAST_ON_LINE_NBYTES = 16 << 20
 
 

@@ -33,7 +33,7 @@ from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.option_lists import parse_counts
 from bpsfast.launch.daemons import reserve_port, tie_to_parent
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.errors import BpsError, PeerLostError
 from bpsfast.orchestration.messages import TensorSpec
 
 from . import real_nodes
@@ -87,11 +87,15 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     counts = parse_counts("--nodes", given.get("nodes") or ("8,64" if given.quick else "8,64,256,1024"), 4096)
     n_tensors = given.get("n_tensors") or (1000 if given.quick else 16000)
     n_local, n_helpers = given.get("n_local") or 8, given.get("n_helpers") or 4
-    real = parse_counts("--real", given.get("real"), 256) if given.get("real") else ()
+    real = parse_counts("--real", given.get("real"), 249) if given.get("real") else ()
     records = [record for n in counts for record in _measure(n, n_local, n_helpers, n_tensors)]
     print(report(records), flush=True)
     if real:
-        of_real = [record for n in real for record in real_nodes.measure(n)]
+        try:
+            of_real = [record for n in real for record in real_nodes.measure(n)]
+        except BpsError:
+            given.finish(records)
+            raise
         print(real_nodes.report(of_real), flush=True)
         records += of_real
     return given.finish(records)

@@ -30,6 +30,7 @@ class Host:
         self.tree = tree or Tree()
         self.kernel = kernel or Kernel()
         self._gids: dict[tuple[str, int], list[gids.Gid]] = {}
+        self._pkeys: dict[tuple[str, int], dict[int, int]] = {}
 
     @cached_property
     def devices(self) -> list[RdmaDevice]:
@@ -68,7 +69,10 @@ class Host:
 
     def pkeys(self, device: str, port: int) -> dict[int, int]:
         """Return the used rows of a port's table of partition keys, by index."""
-        return gids.pkey_table(self.tree, device, port)
+        key = device, port
+        if key not in self._pkeys:
+            self._pkeys[key] = gids.pkey_table(self.tree, device, port)
+        return self._pkeys[key]
 
     def family(self, netdev: str) -> set[str]:
         """Return *netdev* and the interfaces on the same wire: its bond, and those below a VLAN or bond."""

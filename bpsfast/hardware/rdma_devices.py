@@ -217,13 +217,6 @@ def pkey_index(table: Mapping[int, int], wanted: int) -> int | None:
                 next((index for index, key in table.items() if _is_same_partition(key, wanted)), None))
 
 
-def pkey_objection(table: Mapping[int, int], wanted: int) -> str:
-    """Return why a port with *table* cannot be used in the partition *wanted*."""
-    keys = ", ".join(f"{key:#06x}" for key in table.values()) or "nothing"
-    return (f"the port is not in the partition {wanted:#06x} (BPSFAST_RDMA_PKEY): its table has {keys}. The subnet "
-            "manager gives a port its partitions; choose one of these, or leave the setting out")
-
-
 def can_talk(pkey: int, peer_pkey: int) -> bool:
     """Whether ports that use these partition keys accept each other's packets; 0: not known, so assumed."""
     if not pkey or not peer_pkey:

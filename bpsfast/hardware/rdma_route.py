@@ -113,8 +113,8 @@ class RailChoice:
 def choose(host: Host, settings: Settings = _DEFAULTS, peer: Address | None = None) -> RailChoice:
     """Choose the ports, GIDs and partition keys for *peer* (None: for any peer) by *settings*.
 
-    Raises `ConfigError` if rdma_devices names a device that does not exist, or rdma_gid_index an empty row; the text
-    lists those that exist.
+    Raises `ConfigError` if rdma_devices names a device that does not exist or a port outside of the partition
+    rdma_pkey, or rdma_gid_index an empty row; the text lists those that exist.
     """
     allowed = parse_rdma_devices(settings.rdma_devices)
     _check_names(host, allowed, settings.rdma_devices)
@@ -136,7 +136,11 @@ def choose(host: Host, settings: Settings = _DEFAULTS, peer: Address | None = No
         pkeys = host.pkeys(device.name, port.number)
         row = rdma_devices.pkey_index(pkeys, settings.rdma_pkey)
         if row is None:
-            rejected[name] = rdma_devices.pkey_objection(pkeys, settings.rdma_pkey)
+            keys = ", ".join(f"{key:#06x}" for key in pkeys.values()) or "nothing"
+            words = f"not in the partition {settings.rdma_pkey:#06x} (BPSFAST_RDMA_PKEY): its table has {keys}"
+            if allowed.names_devices:
+                raise ConfigError(f"{name} is {words}. The subnet manager gives a port its partitions")
+            rejected[name] = words
             continue
         gid = _gid(table, settings.rdma_gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
         position = places.index((natural(device.name), port.number))

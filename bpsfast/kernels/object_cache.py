@@ -130,7 +130,7 @@ def _fingerprint() -> str:
     """Return a hash of all that the machine code of a kernel depends on."""
     digest = hashlib.sha256(_MAGIC)
     for package in ("numba", "llvmlite"):
-        digest.update(_version_file(package).read_bytes() + b"\0")
+        digest.update(_version_of(package) + b"\0")
     for name in sorted(name for name in os.environ if name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR"):
         digest.update(f"{name}={os.environ[name]}\0".encode())
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -144,12 +144,17 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _version_file(package: str) -> Path:
-    """Return the module that has the version of *package*; importing either, or importlib.metadata, takes longer."""
+def _version_of(package: str) -> bytes:
+    """Return what identifies the version of *package*: a module that has it, which is not imported, else the number."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise ImportError(f"{package} is not installed")
-    return Path(found.origin).with_name("_version.py")
+    try:
+        return Path(found.origin).with_name("_version.py").read_bytes()
+    except FileNotFoundError:
+        from importlib.metadata import version  # takes 10 ms to import
+
+        return version(package).encode()
 
 
 def _unpacked(data: bytes) -> tuple[str, bytes]:

@@ -55,7 +55,7 @@ WRONG = {
                                      "rdma_gid_index=77 is an empty row of the GID table of rxe0/1; there is 0 \\("),
     "a partition that the port is not in": (
         {"rdma_devices": "=rxe0"}, {"rdma_devices": "=rxe1", "rdma_pkey": 0x8005},
-        r"rxe1/1: the port is not in the partition 0x8005 \(BPSFAST_RDMA_PKEY\): its table has 0xffff"),
+        r"rxe1/1 is not in the partition 0x8005 \(BPSFAST_RDMA_PKEY\): its table has 0xffff"),
     "no such device": ({"rdma_devices": "=rxe0"}, {"rdma_devices": "mlx5"},
                        "rdma_devices='mlx5': mlx5 matches nothing here; there is rxe0:1, rxe1:1"),
 }

@@ -100,8 +100,10 @@ def test_only_ports_of_the_wanted_partition_are_used(recorded_machine: Callable[
     assert [(rail.pkey, rail.pkey_index) for rail in chosen(machine).rails] == [(0xFFFF, 0), (0xFFFF, 0)]
     choice = chosen(machine, pkey=0x0005)  # the port is a full member, which is more than was asked for
     assert [(rail.name, rail.pkey, rail.pkey_index) for rail in choice.rails] == [("mlx5_0/1", 0x8005, 1)]
-    assert choice.rejected["mlx5_1/1"].startswith(
-        "the port is not in the partition 0x0005 (BPSFAST_RDMA_PKEY): its table has 0xffff. The subnet manager")
+    assert choice.rejected["mlx5_1/1"] == "not in the partition 0x0005 (BPSFAST_RDMA_PKEY): its table has 0xffff"
+    with pytest.raises(ConfigError, match=r"mlx5_1/1 is not in the partition 0x8005 \(BPSFAST_RDMA_PKEY\): its table "
+                                          r"has 0xffff\. The subnet manager"):
+        chosen(machine, pkey=0x8005, devices="mlx5_0,mlx5_1")
 
 
 def test_a_route_by_no_card_is_told_in_the_reason(recorded_machine: Callable[[str], Machine]) -> None:

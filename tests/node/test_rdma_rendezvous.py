@@ -125,6 +125,16 @@ def test_answers_that_lead_nowhere(answer, kind, words, no_leaks):
         raise error
 
 
+def test_a_rail_that_cannot_be_used_is_named_though_another_one_can(caplog):
+    rails = [Port(msgspec.structs.replace(RAIL, position=number)) for number in range(2)]
+    theirs = rdma_messages.RdmaOffer(version=2, rails=(
+        RAIL, msgspec.structs.replace(RAIL, device="mlx5_1", position=1, pkey=0x8002)))
+    found = handshake._pair_up(rails, theirs, 1, 1, 1, None)
+    assert [far.device for _, far in found] == ["mlx5_0"]
+    assert "a rail to node 1 is not used: mlx5_0/1 (partition key 0x8001) cannot speak to node 1's mlx5_1/1 (0x" in (
+        caplog.text)
+
+
 def test_a_silent_peer_is_given_up(no_leaks):
     ours, theirs = socket.socketpair()
     with theirs:

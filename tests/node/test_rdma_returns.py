@@ -99,9 +99,34 @@ def test_few_threads_dial_many_peers_and_end_with_the_last_one(no_leaks, monkeyp
     assert sorted(dialled) == sorted([*range(n_peers)] * 2) and max(most) <= 3
     for index in range(n_peers):
         assert tried.take(index).index == index
-    for thread in list(tried._threads):
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+    tried.close()
+    assert not any(thread.is_alive() for thread in tried._threads)
+
+
+def test_a_peer_that_nothing_else_connects_is_dialled_before_others(no_leaks, monkeypatch):
+    monkeypatch.setattr(returns, "_MOST_IN_BACKGROUND", 1)
+    begun, end, news = queue.Queue(), threading.Event(), queue.Queue()
+
+    def dial(index, rails, least_rails):
+        begun.put(index)
+        if index == 0:
+            assert end.wait(WAIT_S)
+        return Link(index)
+
+    tried = RdmaReturns(dial, lambda: news.put(None))
+    tried.seek(0, RAILS, 1, dials=True, pause_s=0.0)
+    assert begun.get(timeout=WAIT_S) == 0
+    tried.seek(1, RAILS, 1, dials=True, pause_s=0.0)  # has to wait: one attempt in the background is under way
+    tried.seek(2, RAILS, 1, dials=True, is_urgent=True)
+    assert begun.get(timeout=WAIT_S) == 2
+    news.get(timeout=WAIT_S)
+    assert begun.empty() and [link.index for link in tried.links()] == [2]
+    end.set()
+    assert begun.get(timeout=WAIT_S) == 1
+    for _ in range(2):
+        news.get(timeout=WAIT_S)
+    for index in range(3):
+        assert tried.take(index).index == index
     tried.close()
 
 

@@ -47,7 +47,7 @@ def test_using_it_imports_neither_numba_nor_torch_nor_zeromq():
 
 
 def test_a_node_loads_nothing_that_it_does_not_need():
-    done = program("import sys, bpsfast.cli, bpsfast.node.main\n"
+    done = program("import sys, bpsfast.cli, bpsfast.launch.daemons, bpsfast.node.main\n"
                    "heavy = ('numpy', 'numba', 'llvmlite', 'http.server', 'ssl', 'importlib.metadata', 'tempfile',\n"
                    "         'importlib.resources', 'bpsfast.trainer.session')\n"
                    "print([name for name in heavy if name in sys.modules])")

@@ -22,10 +22,11 @@ from ..._version import __version__
 from ...base.addresses import family_of
 from ...base.framing import Frames
 from ...hardware.kernel import Address, Kernel
+from ...hardware.rdma_devices import can_talk
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions
 from ...orchestration import security
-from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError
+from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError, UnsupportedError
 from ...orchestration.handshakes import HandshakeAcceptor
 from ..perf.control import Secret
 from .facts import Facts, PeerReport, describe_ports
@@ -49,6 +50,7 @@ class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
     mtu: int
     address: int
     rkey: int
+    pkey: int = 0
 
 
 class QueuePairTest:
@@ -69,11 +71,18 @@ class QueuePairTest:
             self.end = QueuePairAddress(
                 port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
                 gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
-                address=self._region.address, rkey=self._region.rkey)
+                address=self._region.address, rkey=self._region.rkey, pkey=rail.pkey)
             self._opened = opened.pop_all()
 
     def connect(self, other: QueuePairAddress) -> None:
-        """Connect to the other end's queue pair."""
+        """Connect to the other end's queue pair.
+
+        Raises `UnsupportedError` if the ports are in different partitions or InfiniBand subnets.
+        """
+        if not can_talk(self.end.pkey, other.pkey):
+            raise UnsupportedError(f"{self.end.port} has the partition key {self.end.pkey:#06x}, {other.port} "
+                                   f"{other.pkey:#06x}: choose one partition for both with BPSFAST_RDMA_PKEY, of which "
+                                   "at least one port is a full member")
         self._pair.to_rtr(other.number, other.psn, mtu=min(self.end.mtu, other.mtu), port=self._rail.port,
                           **self._rail.path(self.end.link_layer, other.lid, other.gid))
         self._pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRIES)
@@ -245,7 +254,7 @@ class Listener:
                 test = stack.enter_context(QueuePairTest(self._verbs, facts.choice.rails[place]))
                 failure = "the queue pair did not connect"
                 test.connect(offered)
-            except OSError as exc:
+            except (BpsError, OSError) as exc:
                 talk.send(Answer(objection=str(exc)))
                 return f"{failure}: {exc}"
             talk.send(Answer(end=test.end))
@@ -281,7 +290,7 @@ def _test_queue_pair(rail: Rail, place: int, talk: _Conversation, verbs: Any, ti
         try:
             test.connect(answer.end)
             error = test.write(answer.end, timeout_s)
-        except OSError as exc:
+        except (BpsError, OSError) as exc:
             error = str(exc)
         talk.send(Done())
         return f"{rail.name} to {answer.end.port}: {error}" if error else ""

@@ -30,7 +30,7 @@ from ...orchestration.host_lookup import format_address
 from .perf_plan import Plan
 
 #: Version of the messages and their order; both sides need the same.
-VERSION = 2
+VERSION = 3
 
 
 class Propose(msgspec.Struct, tag=True, frozen=True):

@@ -197,7 +197,7 @@ def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int, 
                           f"{rdma_messages.VERSION}")
     offers = [rail.offer() for rail in rails]
     partners: list[tuple[PeerRail, RailOffer]] = []
-    unlike = ""
+    unlike: list[str] = []
     if known is None:
         pairs = pairs_of(offers, theirs.rails)
     else:
@@ -207,17 +207,19 @@ def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int, 
     for mine, other in pairs:
         ours, far = offers[mine], theirs.rails[other]
         if (ours.link_layer, ours.version) != (far.link_layer, far.version):
-            unlike = (f"{rails[mine].name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
-                      f"{far.device}/{far.port} ({far.link_layer}, GID {far.version}): choose GIDs of one kind with "
-                      "BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
+            unlike.append(f"{rails[mine].name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
+                          f"{far.device}/{far.port} ({far.link_layer}, GID {far.version}): choose GIDs of one kind "
+                          "with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
         elif not can_talk(ours.pkey, far.pkey):
-            unlike = (f"{rails[mine].name} (partition key {ours.pkey:#06x}) cannot speak to node {peer}'s "
-                      f"{far.device}/{far.port} ({far.pkey:#06x}): choose one partition with BPSFAST_RDMA_PKEY, of "
-                      "which at least one port is a full member")
+            unlike.append(f"{rails[mine].name} (partition key {ours.pkey:#06x}) cannot speak to node {peer}'s "
+                          f"{far.device}/{far.port} ({far.pkey:#06x}): choose one partition with BPSFAST_RDMA_PKEY, of "
+                          "which at least one port is a full member")
         else:
             partners.append((rails[mine], far))
     if unlike and not partners:
-        raise NoRdmaError(unlike)
+        raise NoRdmaError("; ".join(unlike))
+    for words in unlike:
+        log.warning("a rail to node %d is not used: %s", peer, words)
     if not theirs.rails or n_pairs < 1:
         raise NoRdmaError(f"node {peer} offers no port")
     if len(partners) < least_rails:

@@ -379,7 +379,10 @@ class Rails:
             if not host.ports:
                 raise NoDeviceError("there is no RDMA device here")
             peer = rdma_route.peer_address(host, parse_address(address, "a node")[0]) if address else None
-            chosen = rdma_route.choose(host, settings, peer).require()
+            choice = rdma_route.choose(host, settings, peer)
+            for name, why in choice.rejected.items():
+                self._log_refused(name, why)
+            chosen = choice.require()
             with self._lock:
                 if self._closed:
                     raise NoRdmaError("the node is closing")
@@ -517,12 +520,15 @@ class Rails:
                 found.append(self._opened(chosen, n_peers))
             except (BpsError, OSError) as exc:
                 errors.append(exc)
-                if chosen.name not in self._refused:
-                    self._refused.add(chosen.name)
-                    log.info("%s is not used: %s", chosen.name, exc)
+                self._log_refused(chosen.name, exc)
         if errors and (not found or self._settings.rdma_devices):
             raise errors[0]
         return found
+
+    def _log_refused(self, name: str, why: object) -> None:
+        if name not in self._refused:
+            self._refused.add(name)
+            log.info("%s is not used: %s", name, why)
 
     def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> PeerRail:
         if chosen.name not in self._open:

@@ -5,8 +5,6 @@ is made as at the start, with a first write each way, and then waits here: `Link
 """
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import threading
 import time
@@ -23,8 +21,9 @@ URGENT_PAUSE_S = 0.5
 FIRST_PAUSE_S = 1.0
 _MOST_PAUSE_S = 8.0
 _JOIN_S = 1.0
-#: An attempt that fails may take a minute. While this node's own port is down, each of them fails at once.
-_MOST_THREADS = 16
+#: Threads in all, and of those that dial peers which something else connects. While this node's own port is down, an
+#: attempt fails at once; over a network that drops packets it takes ten seconds, at most a minute.
+_MOST_THREADS, _MOST_IN_BACKGROUND = 32, 16
 
 
 @dataclass
@@ -52,10 +51,9 @@ class RdmaReturns:
         self._notify = notify
         self._changed = threading.Condition()
         self._wanted: dict[int, _Return] = {}
-        self._attempts: list[tuple[float, int, int, _Return]] = []  # heap of (when, tie-breaker, node, what is wanted)
-        self._numbers = itertools.count()
-        self._threads: set[threading.Thread] = set()
-        self._n_waiting = 0  # of the threads
+        self._due: dict[int, float] = {}  # when to dial each node that waits for it
+        self._threads: list[threading.Thread] = []
+        self._n_threads = self._n_waiting = self._n_in_background = 0
         self._closed = False
 
     def seek(self, index: int, rails: Mapping[str, str], least_rails: int, *, dials: bool,
@@ -89,6 +87,7 @@ class RdmaReturns:
             wanted = self._wanted.get(index)
             if wanted is not None and wanted.link is None and len(link.rails) >= wanted.least_rails:
                 wanted.link = link
+                self._due.pop(index, None)
         if wanted is not None and wanted.link is link:
             self._notify()
         else:
@@ -106,7 +105,6 @@ class RdmaReturns:
             if wanted is None or wanted.link is None:
                 return None
             del self._wanted[index]
-            self._changed.notify_all()
             return wanted.link
 
     def drop(self, index: int) -> None:
@@ -124,7 +122,8 @@ class RdmaReturns:
         """Seek no link to node *index* any more; close one that was not taken."""
         with self._changed:
             wanted = self._wanted.pop(index, None)
-            self._changed.notify_all()
+            self._due.pop(index, None)
+            self._changed.notify_all()  # a thread may have nothing more to wait for
         if wanted is not None and wanted.link is not None:
             wanted.link.close()
 
@@ -135,49 +134,55 @@ class RdmaReturns:
             indices = list(self._wanted)
         for index in indices:
             self.stop(index)
-        for thread in list(self._threads):
+        for thread in self._threads:
             thread.join(_JOIN_S)
 
     def _plan(self, index: int, wanted: _Return) -> None:
         """Have a thread dial node *index* after the pause of *wanted*, if this node does. The caller has the lock."""
         if not wanted.dials or self._closed:
             return
-        heapq.heappush(self._attempts, (time.monotonic() + wanted.pause_s, next(self._numbers), index, wanted))
-        if len(self._attempts) > self._n_waiting and len(self._threads) < _MOST_THREADS:
+        self._due[index] = time.monotonic() + wanted.pause_s
+        if len(self._due) > self._n_waiting and self._n_threads < _MOST_THREADS:
             thread = threading.Thread(target=self._run, name="bpsfast-rdma-return", daemon=True)
             thread.start()
-            self._threads.add(thread)
+            self._n_threads += 1
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         self._changed.notify_all()
 
     def _run(self) -> None:
         while (attempt := self._next()) is not None:
-            index, wanted = attempt
-            try:
-                link = self._dial(index, wanted.rails, wanted.least_rails)
-            except Exception as exc:  # also of a device that is closed meanwhile: another one may lead there
-                log.debug("no RDMA link to node %d yet: %r", index, exc)
-                wanted.pause_s = URGENT_PAUSE_S if wanted.is_urgent else min(2 * max(wanted.pause_s, FIRST_PAUSE_S),
-                                                                            max(wanted.pause_s, _MOST_PAUSE_S))
-                with self._changed:
-                    self._plan(index, wanted)
-            else:
-                self.offer(index, link)
+            self._attempt(*attempt)
+            del attempt  # it has the link, which may be closed by now
+
+    def _attempt(self, index: int, wanted: _Return) -> None:
+        try:
+            self.offer(index, self._dial(index, wanted.rails, wanted.least_rails))
+        except Exception as exc:  # also of a device that is closed meanwhile: another one may lead there
+            log.debug("no RDMA link to node %d yet: %r", index, exc)
+            wanted.pause_s = URGENT_PAUSE_S if wanted.is_urgent else min(2 * max(wanted.pause_s, FIRST_PAUSE_S),
+                                                                        max(wanted.pause_s, _MOST_PAUSE_S))
+        with self._changed:
+            self._n_in_background -= not wanted.is_urgent
+            if self._wanted.get(index) is wanted and wanted.link is None and not self._closed:
+                self._due[index] = time.monotonic() + wanted.pause_s  # this thread waits for it, too
+            self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Return] | None:
-        """Wait for the next attempt that is due; None if there is none, and the thread is to end."""
+        """Wait for the next attempt, which counts from now on; None if nothing is left to dial, and the thread ends."""
         with self._changed:
-            while True:
-                while self._attempts and not self._is_wanted(*self._attempts[0][2:]):
-                    heapq.heappop(self._attempts)
-                if not self._attempts:
-                    self._threads.discard(threading.current_thread())
-                    return None
-                wait_s = self._attempts[0][0] - time.monotonic()
-                if wait_s <= 0:
-                    return heapq.heappop(self._attempts)[2:]
+            while self._due:
+                now = time.monotonic()
+                has_room = self._n_in_background < _MOST_IN_BACKGROUND
+                open_ = {index: when for index, when in self._due.items()
+                         if has_room or self._wanted[index].is_urgent}
+                ready = [index for index, when in open_.items() if when <= now]
+                if ready:
+                    chosen = min(ready, key=lambda index: (not self._wanted[index].is_urgent, self._due[index]))
+                    del self._due[chosen]
+                    self._n_in_background += not self._wanted[chosen].is_urgent
+                    return chosen, self._wanted[chosen]
                 self._n_waiting += 1
-                self._changed.wait(wait_s)
+                self._changed.wait(min(open_.values()) - now if open_ else None)
                 self._n_waiting -= 1
-
-    def _is_wanted(self, index: int, wanted: _Return) -> bool:
-        return self._wanted.get(index) is wanted and wanted.link is None
+            self._n_threads -= 1
+            return None
