@@ -19,7 +19,7 @@ from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
-VERSION = 20
+VERSION = 21
 #: The longest message to the scheduler. Long declarations are sent in pieces (`long_lists`).
 LONGEST_NBYTES = 16 << 20
 

@@ -17,8 +17,10 @@ from bpsfast.node import transport
 from bpsfast.node.transport import tcp
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
+from bpsfast.orchestration.host_lookup import format_address
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
 from bpsfast.trace import Limits
+from tests.support.loopback import LOOPBACK
 from tests.support.streams import require_backend
 from tests.support.two_nodes import KEY, End, connect, declare, order_of
 
@@ -222,7 +224,7 @@ def test_another_key_is_refused_and_named(kind):
     expected = MismatchError if kind == "tcp" else ConfigError
     assert isinstance(made[1].peering.error, expected | PeerLostError)
     assert isinstance(made[0].peering.error, StallError)
-    assert "node 1 (127.0.0.1:" in str(made[0].peering.error)
+    assert f"node 1 ({format_address(LOOPBACK, 0).removesuffix('0')}" in str(made[0].peering.error)
     assert not made[0].peering.links and not made[1].peering.links
     for end in made:
         end.close()
