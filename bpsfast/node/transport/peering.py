@@ -6,10 +6,12 @@ which `expect` it.
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -41,6 +43,8 @@ _JOIN_S = 1.0
 #: How long a peer may take to accept a connection for RDMA while the pair uses tcp; and both, to make the link.
 _RETURN_CONNECT_S = 2.0
 _RETURN_S = 60.0
+#: Threads that dial at the start of a job; there is one more each time that peers still wait after so many seconds.
+_DIAL_THREADS, _DIAL_PATIENCE_S = 2, 0.05
 #: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
 
@@ -338,6 +342,8 @@ class Peering:
                 return
             self.reasons[link.index] = reason
             self.links[link.index] = link
+            if not self.done and link.index in self._first:
+                return  # nobody waits for one peer of the start
             self._gathered.notify_all()
         self._notify()
 
@@ -370,12 +376,19 @@ class Peering:
         thread.start()
 
     def _guard(self, task: Callable[[], None]) -> None:
+        self._attempt(task)
+        self._tell_all()
+
+    def _attempt(self, task: Callable[[], None]) -> None:
+        """Call *task*; keep its error, if it is the first, and tell all who wait."""
         try:
             task()
         except BpsError as exc:
             self.error = self.error or exc
         except OSError as exc:
             self.error = self.error or BpsError(f"connecting to peers failed: {exc}")
+        else:
+            return
         self._tell_all()
 
     def _tell_all(self) -> None:
@@ -384,11 +397,26 @@ class Peering:
         self._notify()
 
     def _dial_all(self) -> None:
-        """Dial all peers in parallel: a path that drops RDMA packets costs seconds for each, until tcp is used."""
-        threads = [threading.Thread(target=self._guard, args=(partial(self._dial, peer),), name="bpsfast-dial",
-                                    daemon=True) for index, peer in list(self._peers.items()) if index < self._me.index]
-        for thread in threads:
+        """Dial all peers, in few threads, and in more while those are not done.
+
+        Hundreds of threads that want the interpreter at once spend more CPU time on that than on dialling. But a path
+        that drops RDMA packets costs seconds for each peer, until tcp is used, and must not keep the others waiting.
+        """
+        waiting = deque(peer for index, peer in list(self._peers.items()) if index < self._me.index)
+
+        def dial_some() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._attempt(partial(self._dial, waiting.popleft()))
+
+        threads: list[threading.Thread] = []
+        while waiting:
+            thread = threading.Thread(target=dial_some, name="bpsfast-dial", daemon=True)
+            threads.append(thread)
             thread.start()
+            if len(threads) >= _DIAL_THREADS:
+                with self._gathered:
+                    self._gathered.wait_for(lambda: not waiting, _DIAL_PATIENCE_S)
         for thread in threads:
             thread.join()
 
