@@ -22,7 +22,9 @@ TESTS = (
     "test_pipelined_transfer", "test_engine", "test_engine_lifecycle", "test_engine_rows", "test_engine_store",
     "test_lags", "test_pace", "test_port", "test_ring", "test_sends_at_once", "test_tcp",
 )
-LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # starts a job, which has other processes
+#: They start processes, which import the modules as they are installed: the sanitizer sees their system calls, and not
+#: what orders them.
+LEFT_OUT = ("a_helper_keeps_to_its_limit", "a_stream_that_is_garbage")
 
 
 def run_program(program: Path, seconds: float, folder: Path, to_the_first: bool = False) -> str:
