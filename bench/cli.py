@@ -289,7 +289,7 @@ def bench_neighbour() -> None:
 @click.option("--ranks-per-node", "n_local", type=_COUNT, help="Ranks of each.  [default: 8]")
 @click.option("--helpers", "n_helpers", type=_COUNT, help="Number of helpers, of which one is lost.  [default: 4]")
 @click.option("--tensors", "n_tensors", type=click.IntRange(1, 60000), help="Tensors of a model.  [default: 16000]")
-@click.option("--real", help="Then start jobs of so many real nodes, too, of one rank each.", metavar="N[,N]")
+@click.option("--real", help="Also run jobs of N real nodes with one rank per node.", metavar="N[,N]")
 @cli_options.result(quick="Model 8 and 64 machines, and 1000 tensors.")
 def bench_scale() -> None:
     """Measure CPU time, memory and messages of the scheduler of a large job, whose machines are modelled.

@@ -87,7 +87,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
     bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
-    gc.disable()  # modules stay: to look for garbage among them takes 5 % of a node's start, and of each pass later
+    gc.disable()  # collections while modules load take 5 % of a node's start, and modules are never freed
     from .launch import daemons
     from .node import main as control
 

@@ -1,6 +1,6 @@
 """`bench push_pull` between two nodes over TCP, compared with raw sockets and gloo.
 
-On links with a rate, on loopback, and on a line so long that a connection fills it only with megabytes on the way.
+It measures on shaped links, on loopback, and on a long line that a connection fills only with megabytes in flight.
 """
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _RAW = tuple(raw_sockets.VARIANTS)
 ENCRYPTED = "numpy, encrypted"
 #: Rate of shaped links, low enough that CPUs are not the bottleneck.
 _RATE = "1gbit"
-#: The long line: delay each way, rate, and the packet size with which its forwarder, in Python, is not the bottleneck.
+#: The long line: delay each way, rate, and MTU. With smaller packets the forwarder, in Python, would be the bottleneck.
 _DELAY_S, _LINE_BITS, _LINE_MTU = 0.06, 200e6, 9000
-#: Smaller sizes take hardly longer than the line's round trip, whoever sends them.
+#: Below this size the round trip of the line dominates the time of every contestant.
 _LEAST_ON_LINE_NBYTES = 16 << 20
 
 

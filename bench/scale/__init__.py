@@ -1,4 +1,4 @@
-"""``bpsfast bench scale``: what the control plane of a job of many nodes costs, and what a node takes.
+"""``bpsfast bench scale``: what the control plane of a large job costs, and what a node takes.
 
 The scheduler is the real one, in a process of its own. The nodes are modelled (`nodes`): they send and answer the
 messages of real nodes over connections of their own, with the job's encryption, but hold no memory and sum nothing. For
@@ -11,7 +11,7 @@ bytes:
     loss      one helper is lost, until every node has the commit of the new owners
     rejoin    the scheduler is killed, and another one takes over, until every node may go on
 
-With the option *real*, jobs of real nodes are started, too (`real_nodes`).
+With the option *real*, jobs of real nodes run as well (`real_nodes`).
 """
 from __future__ import annotations
 

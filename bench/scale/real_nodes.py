@@ -1,7 +1,7 @@
 """The real nodes of ``bench scale --real``: the CPU time of a start, what each node takes, and the time of a step.
 
-Each node has one rank, and a network namespace of its own where those can be made. Rank 0 reads the processes of nodes
-and scheduler in /proc: when all ranks have left `init`, and after the steps.
+Each node has one rank, and a network namespace of its own if namespaces can be made. Rank 0 reads what nodes and
+scheduler have used from /proc, first when all ranks have returned from `init`, then after the steps.
 """
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from bpsfast.launch import local_job
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import PeerLostError
 
-#: The promised limits without encryption: CPU seconds of each node, with its share of the scheduler's, until `init` has
-#: returned everywhere (25 of 64 nodes); bytes of a node's memory, its proportional share of what it maps with others,
-#: without segments.
+#: The promised limits of a job without encryption: CPU seconds per node until `init` has returned on all ranks,
+#: scheduler included (25 s for 64 nodes), and bytes of memory per node (PSS without segments).
 MOST_START_S, MOST_NBYTES = 25 / 64, 80 << 20
 PROMISED = "not encrypted"
 #: Name of a row -> the settings of its job, besides transport=tcp.

@@ -67,14 +67,20 @@ class Rail:
         """The port as ``rdma link`` writes it: device/port."""
         return f"{self.device}/{self.port}"
 
-    def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
+    def path(self, link_layer: str, lid: int, gid: bytes, pkey: int = 0) -> dict[str, Any]:
         """Return the address of a peer's port of the same *link_layer* as keyword arguments of `QueuePair.to_rtr`.
+
+        *pkey*: the partition key of the peer's port, 0 if unknown.
 
         RoCE uses GIDs. On InfiniBand both ports must be in one subnet, where LIDs suffice; a global route header takes
         40 bytes of each packet, so only `grh` (the setting rdma_grh) asks for it.
 
-        Raises `UnsupportedError` if the ports are in different InfiniBand subnets, or `grh` lacks a GID.
+        Raises `UnsupportedError` if the ports are in different partitions or InfiniBand subnets, or `grh` lacks a GID.
         """
+        if not rdma_devices.can_talk(self.pkey, pkey):
+            raise UnsupportedError(
+                f"{self.name} has the partition key {self.pkey:#06x}, the peer's port {pkey:#06x}: choose one "
+                "partition for both with BPSFAST_RDMA_PKEY, of which at least one port is a full member")
         if link_layer != "Ethernet":
             ours = self.gid.value if self.gid else b""
             if ours and gid and ours[:8] != gid[:8]:

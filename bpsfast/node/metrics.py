@@ -127,7 +127,7 @@ class Exporter:
     def _listen(self) -> None:
         if not self._first_port or self._server is not None:
             return
-        from .metrics_server import MetricsServer  # its library takes 5 % of a node's start, and few nodes serve
+        from .metrics_server import MetricsServer  # takes 5 % of a node's start, and few nodes serve metrics
 
         try:
             self._server = MetricsServer(self._host, self._port, self._answer)
@@ -217,18 +217,22 @@ class Exporter:
 
     def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Return status, content type and body."""
-        from .metrics_server import plain_text
+        try:
+            return self._answer_of(path, accept)
+        except Exception as exc:  # only the scrape fails, not the job
+            return _plain_text(500, f"{type(exc).__name__}: {exc}")
 
+    def _answer_of(self, path: str, accept: str) -> tuple[int, str, bytes]:
         if path == "/healthz":
             age_s = self._status().loop_age_s
-            return plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
+            return _plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
         if path == "/readyz":
             why_not = self._status().why_not_ready
-            return plain_text(503 if why_not else 200, why_not or "in the job, and connected")
+            return _plain_text(503 if why_not else 200, why_not or "in the job, and connected")
         if path not in ("/metrics", "/"):
-            return plain_text(404, "there are /metrics, /healthz and /readyz")
+            return _plain_text(404, "there are /metrics, /healthz and /readyz")
         if self._metrics is None:
-            return plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
+            return _plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
         return 200, *self._metrics.text(accept)
 
 
@@ -250,6 +254,10 @@ class _Metrics:
 
         encode, kind = choose_encoder(accept)
         return kind, encode(self._with_process)
+
+
+def _plain_text(code: int, text: str) -> tuple[int, str, bytes]:
+    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
 class Member(NamedTuple):

@@ -15,13 +15,11 @@ log = logging.getLogger("bpsfast.node")
 _CLIENT_TIMEOUT_S = 10.0
 
 
-def plain_text(code: int, text: str) -> tuple[int, str, bytes]:
-    """Return an answer: status, content type and body."""
-    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
 class MetricsServer(ThreadingMixIn, TCPServer):
-    """An HTTP server that gives each GET to *answer* (path, Accept), in a thread of its own; serves until `end`."""
+    """An HTTP server until `end`. It answers each GET with what *answer* (path, Accept) returns in a thread of its own.
+
+    *answer* returns status, content type and body, and raises nothing.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
@@ -52,10 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a question."""
-        try:
-            code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
-        except Exception as exc:  # it is the scrape that fails, not the job
-            code, kind, body = plain_text(500, f"{type(exc).__name__}: {exc}")
+        code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

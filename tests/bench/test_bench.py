@@ -13,6 +13,7 @@ from bpsfast.bench.harness.contestant import Operation, Timer
 from bpsfast.bench.harness.contestant_group import Group, Turn
 from bpsfast.bench.push_pull import one_machine, two_nodes
 from bpsfast.bench.push_pull.options import Plan
+from bpsfast.launch.namespaces import FaultyLink, faulty_link
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.doctor.facts import CacheLineLatency
 
@@ -244,3 +245,20 @@ def test_two_nodes_measure_loopback_against_raw_sockets(capsys):
     assert set(wrong) == {"numpy", "numpy, encrypted", "numpy, sums off", "raw 1", "raw 2", "raw 2 small"}
     assert wrong["numpy"] == wrong["numpy, encrypted"] == 0 < wrong["numpy, sums off"]
     assert "of the raw bound" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(faulty_link.missing() is not None, reason=str(faulty_link.missing()))
+def test_two_nodes_measure_a_long_line(monkeypatch):
+    monkeypatch.setattr(two_nodes, "_LEAST_ON_LINE_NBYTES", 1 << 16)
+    monkeypatch.setattr(two_nodes, "_DELAY_S", 0.001)
+    measure = two_nodes._measure
+
+    def only_the_line(plan, where, link):
+        return measure(plan, where, link) if isinstance(link, FaultyLink) else []
+
+    monkeypatch.setattr(two_nodes, "_measure", only_the_line)
+    measured = two_nodes.run(Plan(sizes=(4096, 1 << 16), n_ranks=2, operations=("numpy",), peers=(), quick=True))
+    assert {row["section"] for row in measured} == {"a line of 200 Mbit/s and 1 ms each way"}
+    assert {row["chosen"]["nbytes"] for row in measured} == {1 << 16}
+    wrong = {row["chosen"]["operation"]: row["measured"]["n_wrong"] for row in measured}
+    assert wrong == dict.fromkeys(("numpy", "numpy, encrypted", "raw 1", "raw 2", "raw 2 small"), 0)

@@ -82,6 +82,17 @@ def test_ports_of_different_infiniband_subnets_have_no_path(recorded_machine: Ca
     assert rail.path("InfiniBand", 7, b"") == {"lid": 7}  # a port without a table: nothing is known
 
 
+def test_ports_of_different_partitions_have_no_path(recorded_machine: Callable[[str], Machine]) -> None:
+    rail = dataclasses.replace(chosen(recorded_machine("infiniband")).rails[0], pkey=0x0001)
+    assert rail.gid is not None
+    for pkey in (0x8001, 0):
+        assert rail.path("InfiniBand", 7, rail.gid.value, pkey) == {"lid": 7}
+    for pkey, shown in {0x0001: "0x0001", 0x8002: "0x8002"}.items():
+        words = f"{rail.name} has the partition key 0x0001, the peer's port {shown}: .*BPSFAST_RDMA_PKEY"
+        with pytest.raises(UnsupportedError, match=words):
+            rail.path("InfiniBand", 7, rail.gid.value, pkey)
+
+
 def test_a_global_route_header_needs_both_gids(recorded_machine: Callable[[str], Machine]) -> None:
     rail = chosen(recorded_machine("infiniband"), grh=True).rails[0]
     with pytest.raises(UnsupportedError, match="BPSFAST_RDMA_GRH is on, and the peer has no GID"):

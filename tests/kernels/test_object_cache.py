@@ -115,6 +115,21 @@ def test_the_folder_depends_on_numbas_variables(folder, monkeypatch):
     assert object_cache._folder() not in (None, first)
 
 
+def test_a_package_without_a_version_module_is_known_by_its_metadata(tmp_path, monkeypatch):
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import version
+
+    def find_spec(name):
+        return None if name == "absent" else ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
+
+    monkeypatch.setattr(object_cache.importlib.util, "find_spec", find_spec)
+    assert object_cache._version_of("numba") == version("numba").encode()
+    (tmp_path / "_version.py").write_text("version = 1\n")
+    assert object_cache._version_of("numba") == b"version = 1\n"
+    with pytest.raises(ImportError, match="absent is not installed"):
+        object_cache._version_of("absent")
+
+
 def test_no_folder_is_no_error(folder, compiled, monkeypatch):
     object_cache._folder.cache_clear()
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/a")

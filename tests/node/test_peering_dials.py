@@ -1,4 +1,4 @@
-"""`Peering` dials many peers in few threads, and no peer that takes long keeps the others waiting."""
+"""`Peering` at the start of a job: it dials many peers in few threads, and notifies the control loop once."""
 from __future__ import annotations
 
 import threading
@@ -70,3 +70,14 @@ def test_an_error_is_kept_and_the_others_are_dialled_nevertheless(dialler, no_le
     dialler._dial_all()
     assert len(dialled) == N_PEERS
     assert "node 3 cannot be reached" in str(dialler.error) or "no descriptor is left" in str(dialler.error)
+
+
+def test_the_control_loop_is_notified_once_all_peers_of_the_start_are_connected(dialler):
+    notified = []
+    dialler._notify = lambda: notified.append(len(dialler.links))
+    dialler._lock, dialler._closed = threading.RLock(), False
+    dialler._gathered = threading.Condition(dialler._lock)
+    dialler.links, dialler.reasons, dialler._first = {}, {}, frozenset(range(5))
+    for index in (0, 1, 2, 20, 3, 4):  # node 20 has joined late
+        dialler.offer(SimpleNamespace(index=index), "a reason")
+    assert notified == [4, 6]

@@ -14,7 +14,7 @@ from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError,
 from bpsfast.trace import Limits
 
 RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0,
-                               mtu=4096, pkey=0x8001)
+                               mtu=4096)
 
 
 def offer(position: int, network: str, is_on_route: bool = False) -> rdma_messages.RailOffer:
@@ -112,8 +112,6 @@ def test_both_sides_hear_of_an_objection(no_leaks):
         rdma_messages.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048, version="IB",
                                 lid=5),)), NoRdmaError,
      r"mlx5_0/1 \(Ethernet, GID v2\) cannot speak to node 1's ib0/2 \(InfiniBand, GID IB\)"),
-    (rdma_messages.RdmaOffer(version=2, rails=(msgspec.structs.replace(RAIL, pkey=0x8002),)), NoRdmaError,
-     r"mlx5_0/1 \(partition key 0x8001\) cannot speak to node 1's mlx5_0/1 \(0x8002\): .*BPSFAST_RDMA_PKEY"),
     (rdma_messages.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
     (None, PeerLostError, "node 1 closed the connection for RDMA and did not answer RdmaOffer"),
 ])
@@ -128,10 +126,10 @@ def test_answers_that_lead_nowhere(answer, kind, words, no_leaks):
 def test_a_rail_that_cannot_be_used_is_named_though_another_one_can(caplog):
     rails = [Port(msgspec.structs.replace(RAIL, position=number)) for number in range(2)]
     theirs = rdma_messages.RdmaOffer(version=2, rails=(
-        RAIL, msgspec.structs.replace(RAIL, device="mlx5_1", position=1, pkey=0x8002)))
+        RAIL, msgspec.structs.replace(RAIL, device="mlx5_1", position=1, version="v1")))
     found = handshake._pair_up(rails, theirs, 1, 1, 1, None)
     assert [far.device for _, far in found] == ["mlx5_0"]
-    assert "a rail to node 1 is not used: mlx5_0/1 (partition key 0x8001) cannot speak to node 1's mlx5_1/1 (0x" in (
+    assert "a rail to node 1 is not used: mlx5_0/1 (Ethernet, GID v2) cannot speak to node 1's mlx5_1/1 (" in (
         caplog.text)
 
 

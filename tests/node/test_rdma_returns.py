@@ -74,11 +74,12 @@ def test_a_peer_that_does_not_answer_keeps_no_other_waiting(node):
     node.answers.put(link := Link(0))  # of either
     node.news.get(timeout=WAIT_S)
     assert node.returns.links() == [link]
-    node.answers.put(NoRdmaError("nobody answers"))
+    node.answers.put(NoRdmaError("node 1 does not answer"))
 
 
 def test_few_threads_dial_many_peers_and_end_with_the_last_one(no_leaks, monkeypatch):
     monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(returns, "URGENT_PAUSE_S", 0.001)
     monkeypatch.setattr(returns, "_MOST_THREADS", 3)
     n_peers, lock, dialled, most = 20, threading.Lock(), [], []
 
@@ -128,6 +129,23 @@ def test_a_peer_that_nothing_else_connects_is_dialled_before_others(no_leaks, mo
     for index in range(3):
         assert tried.take(index).index == index
     tried.close()
+
+
+def test_a_thread_that_cannot_start_is_logged_and_another_one_dials(node, monkeypatch, caplog):
+    start = threading.Thread.start
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    node.returns.seek(0, RAILS, 1, dials=True, pause_s=0.0)
+    assert "no thread to make an RDMA link to node 0 again: can't start new thread; the pair stays" in caplog.text
+    monkeypatch.setattr(threading.Thread, "start", start)
+    node.returns.seek(1, RAILS, 1, dials=True, pause_s=0.0)
+    for _ in range(2):
+        node.answers.put(Link(node.asked.get(timeout=WAIT_S)[0]))
+        node.news.get(timeout=WAIT_S)
+    assert sorted(link.index for link in node.returns.links()) == [0, 1]
 
 
 def test_a_link_that_ends_before_it_is_taken_is_sought_again(node):

@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.hardware.rdma_devices import Gid
 from bpsfast.hardware.rdma_route import Rail
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.tools.perf import perf_plan as plans
 from bpsfast.tools.perf.rdma import RdmaEnd
 
@@ -48,5 +48,5 @@ def test_a_path_is_addressed_as_the_transport_does(link_layer, address):
     asked = end.pairs[0].asked["to_rtr"]
     assert {name: asked[name] for name in ("lid", "gid", "gid_index") if name in asked} == address
     assert asked["mtu"] == 2048
-    with pytest.raises(ConfigError, match="mlx5_0/1 has the partition key 0x8001, the peer's port 0x8002"):
+    with pytest.raises(UnsupportedError, match="mlx5_0/1 has the partition key 0x8001, the peer's port 0x8002"):
         end.connect(peer | {"pkey": 0x8002})

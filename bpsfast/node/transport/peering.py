@@ -43,7 +43,8 @@ _JOIN_S = 1.0
 #: How long a peer may take to accept a connection for RDMA while the pair uses tcp; and both, to make the link.
 _RETURN_CONNECT_S = 2.0
 _RETURN_S = 60.0
-#: Threads that dial at the start of a job; there is one more each time that peers still wait after so many seconds.
+#: Number of threads that dial at the start of a job, and the interval in seconds at which one more starts while peers
+#: are left to dial.
 _DIAL_THREADS, _DIAL_PATIENCE_S = 2, 0.05
 #: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
@@ -343,7 +344,7 @@ class Peering:
             self.reasons[link.index] = reason
             self.links[link.index] = link
             if not self.done and link.index in self._first:
-                return  # nobody waits for one peer of the start
+                return  # the waiting threads act once all peers of the start are connected
             self._gathered.notify_all()
         self._notify()
 
@@ -380,7 +381,7 @@ class Peering:
         self._tell_all()
 
     def _attempt(self, task: Callable[[], None]) -> None:
-        """Call *task*; keep its error, if it is the first, and tell all who wait."""
+        """Call *task*. If it fails, keep the first error and wake all waiting threads."""
         try:
             task()
         except BpsError as exc:
@@ -397,10 +398,10 @@ class Peering:
         self._notify()
 
     def _dial_all(self) -> None:
-        """Dial all peers, in few threads, and in more while those are not done.
+        """Dial all peers of lower index, at first in few threads.
 
-        Hundreds of threads that want the interpreter at once spend more CPU time on that than on dialling. But a path
-        that drops RDMA packets costs seconds for each peer, until tcp is used, and must not keep the others waiting.
+        Hundreds of threads that compete for the interpreter lock spend more CPU time on that than on dialling. But a
+        path that drops RDMA packets blocks its thread for seconds, so more threads start while peers are left to dial.
         """
         waiting = deque(peer for index, peer in list(self._peers.items()) if index < self._me.index)
 

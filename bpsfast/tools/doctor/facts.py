@@ -203,7 +203,7 @@ class Facts:
 
     @cached_property
     def choice_error(self) -> str:
-        """Why the settings rdma_devices and rdma_gid_index cannot be met; "" if they can."""
+        """Why the settings rdma_devices, rdma_gid_index and rdma_pkey cannot be met; "" if they can."""
         try:
             choose(self.host, self.settings)
         except ConfigError as exc:

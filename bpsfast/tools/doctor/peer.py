@@ -22,11 +22,10 @@ from ..._version import __version__
 from ...base.addresses import family_of
 from ...base.framing import Frames
 from ...hardware.kernel import Address, Kernel
-from ...hardware.rdma_devices import can_talk
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions
 from ...orchestration import security
-from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError, UnsupportedError
+from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError
 from ...orchestration.handshakes import HandshakeAcceptor
 from ..perf.control import Secret
 from .facts import Facts, PeerReport, describe_ports
@@ -75,16 +74,9 @@ class QueuePairTest:
             self._opened = opened.pop_all()
 
     def connect(self, other: QueuePairAddress) -> None:
-        """Connect to the other end's queue pair.
-
-        Raises `UnsupportedError` if the ports are in different partitions or InfiniBand subnets.
-        """
-        if not can_talk(self.end.pkey, other.pkey):
-            raise UnsupportedError(f"{self.end.port} has the partition key {self.end.pkey:#06x}, {other.port} "
-                                   f"{other.pkey:#06x}: choose one partition for both with BPSFAST_RDMA_PKEY, of which "
-                                   "at least one port is a full member")
+        """Connect to the other end's queue pair. Raises `UnsupportedError` if `Rail.path` finds no path."""
         self._pair.to_rtr(other.number, other.psn, mtu=min(self.end.mtu, other.mtu), port=self._rail.port,
-                          **self._rail.path(self.end.link_layer, other.lid, other.gid))
+                          **self._rail.path(self.end.link_layer, other.lid, other.gid, other.pkey))
         self._pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRIES)
 
     def write(self, other: QueuePairAddress, timeout_s: float) -> str:

@@ -19,7 +19,8 @@ def setting(facts: Facts) -> Outcome:
     names = ", ".join(rail.name for rail in facts.choice.rails)
     if facts.choice_error:
         return failed(f"{facts.choice_error} (from {facts.origins.get('rdma_devices', 'the settings')})",
-                      job="unset BPSFAST_RDMA_DEVICES BPSFAST_RDMA_GID_INDEX", check="bpsfast devices")
+                      job="unset BPSFAST_RDMA_DEVICES BPSFAST_RDMA_GID_INDEX BPSFAST_RDMA_PKEY",
+                      check="bpsfast devices")
     peer = facts.peer_report
     if peer is not None and peer.version != __version__:
         return failed(f"bpsfast {__version__} here, {peer.version} at {facts.peer_name}: a job needs the same version",

@@ -14,7 +14,6 @@ from typing import Any
 from ...hardware.affinity.binding import device_cores, on_cores
 from ...hardware.host import Host
 from ...hardware.nic_counters import CounterSnapshot, snapshot
-from ...hardware.rdma_devices import can_talk
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions, provider
 from ...orchestration.errors import BpsError, ConfigError, PeerLostError, StallError, UnsupportedError
@@ -97,22 +96,18 @@ class RdmaEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Connect the queue pairs to those that the peer offered (INIT -> RTR -> RTS).
 
-        Raises `UnsupportedError` if only one port is InfiniBand, `ConfigError` if the requested MTU is larger than that
-        of a port or the ports are in different partitions, `OSError` if the device refuses.
+        Raises `UnsupportedError` if only one port is InfiniBand or `Rail.path` finds no path, `ConfigError` if the
+        requested MTU is larger than that of a port, `OSError` if the device refuses.
         """
         if peer["link_layer"] != self.port["link_layer"]:
             raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "
                                    f"{peer['link_layer']}: these cannot connect; choose ports with -d")
-        if not can_talk(self.rail.pkey, peer["pkey"]):
-            raise ConfigError(f"{self.rail.name} has the partition key {self.rail.pkey:#06x}, the peer's port "
-                              f"{peer['pkey']:#06x}: choose one partition on both sides with BPSFAST_RDMA_PKEY, of "
-                              "which at least one port is a full member")
         self.mtu = self.plan.mtu or min(self.port["active_mtu"], peer["mtu"])
         if self.mtu > min(self.port["active_mtu"], peer["mtu"]):
             raise ConfigError(f"-m {self.mtu}: the active MTU of {self.rail.name} is {self.port['active_mtu']}, of the "
                               f"peer's port {peer['mtu']}")
         self._peer = peer
-        where = self.rail.path(peer["link_layer"], peer["lid"], peer["gid"])
+        where = self.rail.path(peer["link_layer"], peer["lid"], peer["gid"], peer["pkey"])
         reads = min(self._max_reads, peer["reads"])
         for pair, number, psn in zip(self.pairs, peer["numbers"], peer["psns"]):
             pair.to_init(self.rail.port, remote_write=True, remote_read=self.plan.operation == "read",

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,3 +167,42 @@ def test_a_queue_pair_that_cannot_be_made_here_is_told(answering: Callable[..., 
     ask(facts, other.port, provider=verbs)
     assert facts.peer_report is not None and facts.trial_error and "mlx5_0" in facts.trial_error
     assert other.end() == "127.0.0.1: sent the report"
+
+
+class _Opened:
+    """What a queue pair is made of, without a device."""
+
+    address = rkey = lkey = number = psn = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def port(self, number: int) -> dict[str, object]:
+        return {"link_layer": "InfiniBand", "lid": number, "active_mtu": 4096}
+
+    def to_init(self, port: int, pkey_index: int) -> None:
+        assert port == 1 and pkey_index == 0
+
+    def to_rtr(self, *_: object, **__: object) -> None:
+        raise AssertionError("ports of different partitions were connected")
+
+
+def test_ports_of_different_partitions_are_named(answering: Callable[..., Answering],
+                                                 recorded_machine: Callable[[str], Machine]) -> None:
+    """Both ends have a port with one partition key, each another one: no queue pair is connected."""
+    made = SimpleNamespace(**dict.fromkeys(
+        ("Device", "ProtectionDomain", "MemoryRegion", "CompletionQueue", "QueuePair"), _Opened))
+
+    other, here = answering("infiniband", provider=made), recorded_machine("mlx5_roce")
+    for machine, key in ((other._machine, "0x8002"), (here, "0x8001")):
+        machine.write("sys/class/infiniband/mlx5_0/ports/1/pkeys/0", f"{key}\n")
+    facts = ask(here.facts(), other.port, provider=made)
+    assert facts.trial_error is not None
+    assert "at the peer: mlx5_0/1 has the partition key 0x8002, the peer's port 0x8001" in facts.trial_error
+    assert "the queue pair did not connect" in other.end()

@@ -18,7 +18,6 @@ import msgspec
 
 from ....base.message_socket import MessageSocket
 from ....base.trace_records import Limits
-from ....hardware.rdma_devices import can_talk
 from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, UnsupportedError
 from . import rdma_messages
 from .failures import NoRdmaError
@@ -206,16 +205,12 @@ def _pair_up(rails: list[PeerRail], theirs: RdmaOffer, n_pairs: int, peer: int, 
         pairs = [(here[name], there[far]) for name, far in known.items() if name in here and far in there]
     for mine, other in pairs:
         ours, far = offers[mine], theirs.rails[other]
-        if (ours.link_layer, ours.version) != (far.link_layer, far.version):
+        if (ours.link_layer, ours.version) == (far.link_layer, far.version):
+            partners.append((rails[mine], far))
+        else:
             unlike.append(f"{rails[mine].name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
                           f"{far.device}/{far.port} ({far.link_layer}, GID {far.version}): choose GIDs of one kind "
                           "with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
-        elif not can_talk(ours.pkey, far.pkey):
-            unlike.append(f"{rails[mine].name} (partition key {ours.pkey:#06x}) cannot speak to node {peer}'s "
-                          f"{far.device}/{far.port} ({far.pkey:#06x}): choose one partition with BPSFAST_RDMA_PKEY, of "
-                          "which at least one port is a full member")
-        else:
-            partners.append((rails[mine], far))
     if unlike and not partners:
         raise NoRdmaError("; ".join(unlike))
     for words in unlike:
@@ -237,7 +232,7 @@ def _names(offers: Sequence[RailOffer]) -> str:
 
 def _connect(path: RailPath, rail: RailOffer, pair: PairOffer) -> None:
     path.pair.to_rtr(
-        pair.number, pair.psn, **path.route.chosen.path(rail.link_layer, rail.lid, rail.gid),
+        pair.number, pair.psn, **path.route.chosen.path(rail.link_layer, rail.lid, rail.gid, rail.pkey),
         mtu=min(rail.mtu, path.route.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
         traffic_class=path.rail.settings.rdma_traffic_class, sl=path.rail.settings.rdma_service_level,
     )

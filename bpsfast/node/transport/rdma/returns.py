@@ -144,23 +144,29 @@ class RdmaReturns:
         self._due[index] = time.monotonic() + wanted.pause_s
         if len(self._due) > self._n_waiting and self._n_threads < _MOST_THREADS:
             thread = threading.Thread(target=self._run, name="bpsfast-rdma-return", daemon=True)
-            thread.start()
-            self._n_threads += 1
-            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            try:
+                thread.start()
+            except RuntimeError as exc:  # a limit is reached; running threads dial the node later
+                log.warning("no thread to make an RDMA link to node %d again: %s%s", index, exc,
+                            "" if self._n_threads else "; the pair stays as it is")
+            else:
+                self._n_threads += 1
+                self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         self._changed.notify_all()
 
     def _run(self) -> None:
         while (attempt := self._next()) is not None:
             self._attempt(*attempt)
-            del attempt  # it has the link, which may be closed by now
+            del attempt  # else it would keep a closed link while this thread waits
 
     def _attempt(self, index: int, wanted: _Return) -> None:
         try:
             self.offer(index, self._dial(index, wanted.rails, wanted.least_rails))
         except Exception as exc:  # also of a device that is closed meanwhile: another one may lead there
             log.debug("no RDMA link to node %d yet: %r", index, exc)
-            wanted.pause_s = URGENT_PAUSE_S if wanted.is_urgent else min(2 * max(wanted.pause_s, FIRST_PAUSE_S),
-                                                                        max(wanted.pause_s, _MOST_PAUSE_S))
+            if not wanted.is_urgent:
+                wanted.pause_s = min(2 * max(wanted.pause_s, FIRST_PAUSE_S), max(wanted.pause_s, _MOST_PAUSE_S))
+        wanted.pause_s = max(wanted.pause_s, URGENT_PAUSE_S)  # also where links are made and end at once
         with self._changed:
             self._n_in_background -= not wanted.is_urgent
             if self._wanted.get(index) is wanted and wanted.link is None and not self._closed:
