@@ -19,7 +19,7 @@ from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
-VERSION = 21
+VERSION = 22
 #: The longest message to the scheduler. Long declarations are sent in pieces (`long_lists`).
 LONGEST_NBYTES = 16 << 20
 
@@ -48,7 +48,7 @@ class TensorSpec(Record):
     Members of one `group` are small tensors that are fused: listed in one order on all ranks, and packed by urgency
     into units, which share dtype and `average`. `priority`: higher is sent first, rank 0's counts; None: minus the
     position in the order of declaration. `partition_nbytes` (the most bytes of a partition), `fusion_nbytes` (of a
-    group, alike for all members) and `n_streams` (connections that the partitions take turns on, over tcp): 0 means the
+    group, alike for all members) and `n_streams` (connections that the partitions are sent over, with tcp): 0 means the
     job's setting. Of the tensors with the same non-empty `edition_of` only one is pushed at a time, so each is placed
     as if the others did not exist. `op`: the reduction (`partition.OPS`); `average` goes with "sum" and "rows" only.
     `ranks`: the only ranks that declare and push it, ascending; empty: all. `codec`: how it is compressed between

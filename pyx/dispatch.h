@@ -21,9 +21,10 @@
 struct bps_post_target { /* a stream, and how to post to it */
     void *stream;
     bps_post_fn post;
+    const uint64_t *backlog; /* bytes that it has not delivered; NULL: parts keep to their stream */
 };
 
-/* Where writes to a peer go: those of a part to one of its streams, always the same. */
+/* Where writes to a peer go: to the stream that has the least to deliver, among equals in turns by part. */
 struct bps_route {
     struct bps_post_target *targets;
     uint32_t n_targets, n_nodes;
@@ -236,7 +237,15 @@ static inline struct bps_post_target *bps_dispatch_target(struct bps_dispatch *d
         return NULL;
     struct bps_route *route = &dispatch->routes[source];
     uint32_t n = part < route->n_counts && route->counts[part] != 0 ? route->counts[part] : route->n_turns;
-    return &route->targets[part / route->n_nodes % (n != 0 && n < route->n_targets ? n : route->n_targets)];
+    n = n != 0 && n < route->n_targets ? n : route->n_targets;
+    struct bps_post_target *best = &route->targets[part / route->n_nodes % n];
+    uint64_t least = best->backlog != NULL ? bps_counted(best->backlog) : 0;
+    for (uint32_t i = 0; least != 0 && i < n; i++) { /* connections recover from lost packets at different times */
+        uint64_t backlog = bps_counted(route->targets[i].backlog);
+        best = backlog < least ? &route->targets[i] : best;
+        least = backlog < least ? backlog : least;
+    }
+    return best;
 }
 
 static inline void bps_dispatch_record(struct bps_dispatch *dispatch, uint32_t source, const struct bps_outgoing *write)

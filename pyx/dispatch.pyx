@@ -48,6 +48,7 @@ cdef extern from "dispatch.h" nogil:
     struct bps_post_target:
         void *stream
         bps_post_fn post
+        const uint64_t *backlog
     struct bps_route:
         bps_post_target *targets
         uint32_t n_targets, n_nodes, n_turns
@@ -157,8 +158,9 @@ cdef class Dispatch:
     def route(self, uint32_t source, streams, *, uint32_t n_nodes, uint32_t n_turns=0, counts=None):
         """Post to these *streams* what goes to *source*, which is held or has nothing waiting.
 
-        Of a job of *n_nodes* as many parts in a row share a stream. They take turns on the first *n_turns* (0: on all),
-        or, a part in *counts*, on as many as that says.
+        A write goes to the stream with the smallest backlog, or, if streams do not tell theirs (address 0), to that of
+        its part, as it does among equals: in a job of *n_nodes* as many parts in a row share one. Parts take turns on
+        the first *n_turns* (0: on all), or, a part in *counts*, on as many as that says.
         """
         cdef bps_dispatch *d = &self.dispatch
         cdef bps_route *routes
@@ -176,6 +178,7 @@ cdef class Dispatch:
             for i in range(n):
                 fresh.targets[i].stream = <void *><uintptr_t>streams[i].handle
                 fresh.targets[i].post = <bps_post_fn><uintptr_t>streams[i].post_address
+                fresh.targets[i].backlog = <const uint64_t *><uintptr_t>streams[i].backlog_address
             for part, count in (counts or {}).items():
                 fresh.counts[<uint32_t>part] = min(count, 255)
         except BaseException:

@@ -13,6 +13,7 @@ class Stream:
     peer: int
     handle: int
     post_address: int
+    backlog_address: int
     def __init__(self, rail: Rail, queue_pair: int, *, epoch: int, n_slots: int, max_send: int, max_receive: int,
                  inline_nbytes: int = ..., signal_every: int = ..., patience_s: float = ..., trace_capacity: int = ...,
                  trace_first_round: int = ..., trace_last_round: int = ..., keep: object = ...) -> None: ...

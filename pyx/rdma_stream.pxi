@@ -95,6 +95,11 @@ cdef class Stream:
         return <uintptr_t>&_post
 
     @property
+    def backlog_address(self):
+        """0: the peer has bound each slot to one queue pair."""
+        return 0
+
+    @property
     def peer(self):
         """The engine's source id of the node at the other end, once started."""
         return self.stream.peer

@@ -1,9 +1,10 @@
-/* Slots: where a peer may write over a stream.
+/* Slots: where a peer may write over the streams of a link, any slot over any stream.
  *
  * The lock spans a look at a slot, not the payload: a thread that unbinds a slot knows that nothing is being received
  * into it. Rounds come one after another, also over a connection that replaces another: there a write is repeated if
  * and only if it did not arrive. So a round that is not the next one is refused, because it would be summed as another
- * one.
+ * one. It is the next one over every stream: a peer has a round to write once the engine here has the one before it
+ * (its result follows from our input, and its input from our result), and then this one has arrived.
  */
 #pragma once
 
@@ -18,6 +19,7 @@ struct bps_slot {
     uint64_t nbytes;
     uint32_t framed; /* up to nbytes, with their length in front */
     uint32_t next_round; /* what has not arrived whole */
+    int is_receiving;    /* a stream receives it */
 };
 
 struct bps_slots {
@@ -47,11 +49,22 @@ static inline void bps_slots_bind(struct bps_slots *slots, uint32_t slot, uint64
                                   uint32_t framed, uint32_t next_round)
 {
     pthread_mutex_lock(&slots->lock);
-    slots->items[slot] = (struct bps_slot){{even, odd}, nbytes, framed, next_round};
+    slots->items[slot] = (struct bps_slot){{even, odd}, nbytes, framed, next_round, 0};
     pthread_mutex_unlock(&slots->lock);
 }
 
-/* Whether the peer may write what the header says; *slot is where, as it is bound now. */
+/* Whether a slot takes what the header says. Under the lock. */
+static inline int bps_slot_fits(const struct bps_slot *slot, const struct bps_header *header)
+{
+    if (slot->addresses[0] == 0 || slot->is_receiving || header->round != slot->next_round)
+        return 0;
+    if (header->flags & BPS_FLAG_EMPTY)
+        return header->nbytes == 0;
+    return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
+}
+
+/* Whether the peer may write what the header says; *slot is where, as it is bound now. Nothing else is received into it
+ * before that `bps_slots_arrived`. */
 static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_header *header, struct bps_slot *slot)
 {
     if (header->magic != BPS_WIRE_MAGIC || header->slot >= slots->n || header->epoch != slots->epoch)
@@ -60,12 +73,10 @@ static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_hea
         return 0;
     pthread_mutex_lock(&slots->lock);
     *slot = slots->items[header->slot];
+    int fits = bps_slot_fits(slot, header);
+    slots->items[header->slot].is_receiving |= fits;
     pthread_mutex_unlock(&slots->lock);
-    if (slot->addresses[0] == 0 || header->round != slot->next_round)
-        return 0;
-    if (header->flags & BPS_FLAG_EMPTY)
-        return header->nbytes == 0;
-    return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
+    return fits;
 }
 
 /* The round of a slot below n that has not arrived whole. */
@@ -82,5 +93,6 @@ static inline void bps_slots_arrived(struct bps_slots *slots, const struct bps_h
 {
     pthread_mutex_lock(&slots->lock);
     slots->items[header->slot].next_round = header->round + 1;
+    slots->items[header->slot].is_receiving = 0;
     pthread_mutex_unlock(&slots->lock);
 }

@@ -47,17 +47,19 @@ cdef extern from "tcp_stream.h" nogil:
         bps_protection how_out, how_in
         bps_pace *pace_out
         bps_pace *pace_in
-        bps_slots slots
+        bps_slots *slots
         pthread_mutex_t lock
-        uint64_t posted, delivered
+        uint64_t posted, delivered, backlog
         bint is_started
         uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged
         bps_trace records
-    int bps_stream_init(bps_stream *, uint32_t, uint32_t)
+    int bps_stream_init(bps_stream *, bps_slots *)
     int bps_stream_start(bps_stream *, bps_io_thread *, bps_io_thread *)
     int bps_stream_post(void *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t, int *)
     void bps_stream_close(bps_stream *)
     void bps_stream_free(bps_stream *)
+    int bps_slots_init(bps_slots *, uint32_t, uint32_t)
+    void bps_slots_free(bps_slots *)
     void bps_slots_bind(bps_slots *, uint32_t, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t)
     uint32_t bps_slots_next(bps_slots *, uint32_t)
     void bps_tune(int, int, int)
@@ -150,40 +152,84 @@ cdef class IoThreads:
 
 
 @cython.final
+cdef class Slots:
+    """*n* slots into which a peer writes over all streams of a link, in writes stamped with *epoch*. Any thread.
+
+    Raises `MemoryError`, and `ValueError` for a slot beyond *n*.
+    """
+
+    cdef bps_slots slots
+
+    def __cinit__(self, uint32_t n, *, uint32_t epoch):
+        if bps_slots_init(&self.slots, n, epoch):
+            raise MemoryError(f"{n} slots")
+
+    def __dealloc__(self):
+        bps_slots_free(&self.slots)
+
+    cdef int _check(self, uint32_t slot) except -1:
+        if slot >= self.slots.n:
+            raise ValueError(f"slot {slot} of {self.slots.n}")
+        return 0
+
+    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
+             uint32_t next_round=1):
+        """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
+
+        *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
+        come. The memory is the caller's and stays until the streams are closed. Bind before the peer may write.
+        """
+        self._check(slot)
+        bps_slots_bind(&self.slots, slot, address_even, address_odd, nbytes, framed, next_round)
+
+    def unbind(self, uint32_t slot):
+        """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
+        self._check(slot)
+        bps_slots_bind(&self.slots, slot, 0, 0, 0, False, 0)
+
+    def next_round(self, uint32_t slot):
+        """Return the round of *slot* that has not arrived whole: for good, once the streams are closed."""
+        self._check(slot)
+        return bps_slots_next(&self.slots, slot)
+
+
+@cython.final
 cdef class Stream:
     """One connection to node *peer* (a source id of the engine) over the socket *fd*, which becomes the stream's own.
 
-    *engine*, *arrived*, *notify*: addresses from `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*,
-    *pace_in*: addresses of the `Pace` that it keeps to in each direction, with others (0: none); *seal_out*, *seal_in*:
-    of the `Seal` of each direction (0: bytes travel as they are), which nobody else uses from now on. *checks*: writes
-    that are not sealed have checksums, of both sides. *send_buffer_nbytes*: of the socket; 0: the kernel chooses.
-    *unsent_nbytes*: how much of that may wait to be sent; 0: all. *number*: that of the link, which EVENT_LOST tells.
-    *keep* is held so that all these outlive the stream. *epoch* is stamped on every write and checked on every arrival.
-    `bind` and `post` from any thread; a slot has at most one unacknowledged write of each direction.
+    *slots*: where the peer writes, those of all streams of a link. *engine*, *arrived*, *notify*: addresses from
+    `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*, *pace_in*: addresses of the `Pace` that it keeps
+    to in each direction, with others (0: none); *seal_out*, *seal_in*: of the `Seal` of each direction (0: bytes travel
+    as they are), which nobody else uses from now on. *checks*: writes that are not sealed have checksums, of both
+    sides. *send_buffer_nbytes*: of the socket; 0: the kernel chooses. *unsent_nbytes*: how much of that may wait to be
+    sent; 0: all. *number*: that of the link, which EVENT_LOST tells. *keep* is held so that all these outlive the
+    stream. The epoch of the slots is stamped on every write and checked on every arrival. `post` from any thread; a
+    slot has at most one unacknowledged write of each direction.
 
     Raises
     ------
     MemoryError
         From the constructor, for its tables or trace; *fd* is then still the caller's, as with a wrong argument.
     ValueError
-        From `post` and `bind`, if the slot is beyond *n_slots* or the stream is closed.
+        From `post`, if the slot is beyond the number of *slots* or the stream is closed.
     """
 
     cdef bps_stream *stream
+    cdef readonly Slots slots
     cdef IoThreads threads
     cdef object keep
     cdef bint is_begun, is_closed
 
     def __cinit__(self, int fd, IoThreads threads not None, *, uint32_t peer, uintptr_t engine, uintptr_t arrived,
-                  uintptr_t notify, uint32_t epoch, uint32_t n_slots, int send_buffer_nbytes=0, int unsent_nbytes=0,
+                  uintptr_t notify, Slots slots not None, int send_buffer_nbytes=0, int unsent_nbytes=0,
                   uint64_t trace_capacity=0, uint32_t trace_first_round=1, uint32_t trace_last_round=0,
                   uintptr_t pace_out=0, uintptr_t pace_in=0, uintptr_t seal_out=0, uintptr_t seal_in=0,
                   bint checks=False, uint32_t number=0, keep=None):
         cdef bps_stream *stream = <bps_stream *>calloc(1, sizeof(bps_stream))
         if stream == NULL:
             raise MemoryError("stream")
-        self.stream, self.keep, self.threads = stream, keep, threads
-        lacks = bps_stream_init(stream, n_slots, epoch)
+        self.stream, self.keep, self.threads, self.slots = stream, keep, threads, slots
+        lacks = bps_stream_init(stream, &slots.slots)
         stream.peer, stream.number = peer, number
         stream.engine = <void *>engine
         stream.arrived, stream.notify = <bps_arrived_fn>arrived, <bps_notify_fn>notify
@@ -191,7 +237,7 @@ cdef class Stream:
         stream.how_out.seal, stream.how_in.seal = <bps_seal *>seal_out, <bps_seal *>seal_in
         stream.how_out.checks = stream.how_in.checks = checks
         if bps_trace_open(&stream.records, trace_capacity, trace_first_round, trace_last_round) or lacks:
-            raise MemoryError(f"stream of {n_slots} slots and a trace of {trace_capacity} records")
+            raise MemoryError(f"stream with a trace of {trace_capacity} records")
         stream.out.fd = stream.in_.fd = fd  # nothing can raise any more: it is ours
         bps_tune(fd, send_buffer_nbytes, unsent_nbytes)
 
@@ -210,35 +256,15 @@ cdef class Stream:
         """Address of the `bps_post_fn` (hooks.h), which does as `post`."""
         return <uintptr_t>&bps_stream_post
 
+    @property
+    def backlog_address(self):
+        """Address of the number of bytes of the writes that were not delivered, 64 bits."""
+        return <uintptr_t>&self.stream.backlog
+
     cdef bps_stream *_open(self) except NULL:
         if self.is_closed or self.stream.out.fd < 0:
             raise ValueError(f"the stream to source {self.stream.peer} is closed")
         return self.stream
-
-    cdef bps_stream *_slot(self, uint32_t slot) except NULL:
-        cdef bps_stream *stream = self._open()
-        if slot >= stream.slots.n:
-            raise ValueError(f"slot {slot} of {stream.slots.n}")
-        return stream
-
-    def bind(self, uint32_t slot, uint64_t address_even, uint64_t address_odd, uint64_t nbytes, bint framed=False,
-             uint32_t next_round=1):
-        """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
-
-        *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
-        come. The memory is the caller's and stays until `close`. Bind before the peer may write.
-        """
-        bps_slots_bind(&self._slot(slot).slots, slot, address_even, address_odd, nbytes, framed, next_round)
-
-    def unbind(self, uint32_t slot):
-        """Take no more writes to *slot*: the peer has none under way. No matter if it is not bound."""
-        bps_slots_bind(&self._slot(slot).slots, slot, 0, 0, 0, False, 0)
-
-    def next_round(self, uint32_t slot):
-        """Return the round of *slot* that has not arrived whole: for good, once the stream is closed."""
-        if slot >= self.stream.slots.n:
-            raise ValueError(f"slot {slot} of {self.stream.slots.n}")
-        return bps_slots_next(&self.stream.slots, slot)
 
     def start(self):
         """Send and receive from now on. Raises `OSError` if the kernel cannot watch the socket; then it is cut off."""
@@ -259,7 +285,8 @@ cdef class Stream:
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
         cdef int rc, is_delivered
-        cdef bps_stream *stream = self._slot(slot)
+        cdef bps_stream *stream = self._open()
+        self.slots._check(slot)
         with nogil:
             rc = bps_stream_post(stream, slot, round, flags, address, nbytes, &is_delivered)
             if is_delivered:

@@ -22,6 +22,7 @@
 #include "write_in.h"
 
 #define BPS_AT_ONCE_NBYTES 65536u /* sending a larger payload takes longer than waking the I/O thread */
+#define BPS_GATHER_NBYTES ((size_t)128 << 10) /* of a large write: more than a record and BPS_IO_SCRATCH */
 
 struct bps_write {
     struct bps_header header;
@@ -36,10 +37,11 @@ struct bps_stream {
     bps_notify_fn notify;
     struct bps_protection how_out, how_in;
     struct bps_pace *pace_out, *pace_in; /* NULL: as fast as it goes */
-    struct bps_slots slots;
+    struct bps_slots *slots; /* of the link */
     pthread_mutex_t lock;    /* of the queue; the thread's comes after it */
     struct bps_write *queue; /* a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted` */
     uint64_t capacity, posted, sent, delivered;
+    uint64_t backlog; /* bytes of the writes that are not delivered; other threads read it */
     int is_sending; /* a posting thread sends, not the I/O thread */
     int is_started, is_closing, is_lost;
     uint32_t posters; /* changes when `is_sending` ends */
@@ -53,6 +55,7 @@ struct bps_stream {
     /* of the flow in */
     struct bps_write_in incoming;
     struct bps_grant grant_in;
+    int is_gathering;
     struct iovec parts_out[3], parts_in[2];
     struct bps_trace records;
     uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged;
@@ -95,6 +98,7 @@ static inline void bps_stream_deliver(struct bps_stream *stream)
         struct bps_write write = stream->queue[stream->delivered % stream->capacity];
         int is_delivered = stream->delivered < stream->sent && write.end <= acknowledged;
         stream->delivered += is_delivered;
+        bps_count(&stream->backlog, is_delivered ? 0 - write.header.nbytes : 0);
         pthread_mutex_unlock(&stream->lock);
         if (!is_delivered)
             return;
@@ -199,6 +203,7 @@ static inline int bps_stream_queue(struct bps_stream *stream, const struct bps_w
         stream->capacity *= 2;
     }
     stream->queue[stream->posted++ % stream->capacity] = *write;
+    bps_count(&stream->backlog, write->header.nbytes);
     return 0;
 }
 
@@ -236,6 +241,7 @@ static inline int bps_stream_send_at_once(struct bps_stream *stream, const struc
         return 0;
     bps_stream_sent(stream);
     stream->delivered++;
+    bps_count(&stream->backlog, 0 - write->header.nbytes);
     bps_record_add(&stream->records, BPS_WIRE, (int)stream->peer, write->header.slot, write->header.round,
                    write->header.nbytes, write->posted_ns, bps_now_ns());
     return 1;
@@ -247,11 +253,11 @@ static int bps_stream_post(void *to, uint32_t slot, uint32_t round, uint32_t fla
 {
     struct bps_stream *stream = (struct bps_stream *)to;
     *is_delivered = 0;
-    if (slot >= stream->slots.n)
+    if (slot >= stream->slots->n)
         return EINVAL;
     struct bps_write write = {.header = {.magic = BPS_WIRE_MAGIC, .slot = slot, .round = round, .flags = flags,
-                                         .immediate = bps_immediate(slot, round, stream->slots.epoch),
-                                         .epoch = stream->slots.epoch, .nbytes = flags & BPS_FLAG_EMPTY ? 0 : nbytes},
+                                         .immediate = bps_immediate(slot, round, stream->slots->epoch),
+                                         .epoch = stream->slots->epoch, .nbytes = flags & BPS_FLAG_EMPTY ? 0 : nbytes},
                               .address = address, .end = UINT64_MAX, .posted_ns = bps_now_ns()};
     pthread_mutex_lock(&stream->lock);
     int is_alone = !stream->is_closing && bps_stream_may_send_at_once(stream, write.header.nbytes);
@@ -271,11 +277,25 @@ static int bps_stream_post(void *to, uint32_t slot, uint32_t round, uint32_t fla
 
 /* -- in ----------------------------------------------------------------------------------------------------------------- */
 
+/* How many of nbytes of the present write are received at once. While much is to come, the kernel gathers packets before
+ * it wakes the thread: each wake-up costs as much as copying several of them. As much as is gathered always remains to
+ * come, for otherwise nothing would wake the thread. */
+static inline size_t bps_stream_gather(struct bps_stream *stream, size_t nbytes)
+{
+    uint64_t left = bps_write_in_left(&stream->incoming);
+    int gathers = stream->pace_in == NULL && left >= 2 * BPS_GATHER_NBYTES;
+    if (gathers != stream->is_gathering)
+        bps_gather(stream->in.fd, gathers ? (int)BPS_GATHER_NBYTES : 1);
+    stream->is_gathering = gathers;
+    return gathers && nbytes > left - BPS_GATHER_NBYTES ? (size_t)(left - BPS_GATHER_NBYTES) : nbytes;
+}
+
 static int bps_stream_next_in(struct bps_flow *flow, struct msghdr *message, char *scratch, uint64_t *due_ns)
 {
     struct bps_stream *stream = BPS_STREAM_OF(flow, in);
     struct iovec *parts = stream->parts_in;
-    parts[0].iov_len = bps_write_in_want(&stream->incoming, &stream->how_in, &parts[0].iov_base);
+    size_t wanted = bps_write_in_want(&stream->incoming, &stream->how_in, &parts[0].iov_base);
+    parts[0].iov_len = bps_stream_gather(stream, wanted);
     message->msg_iov = parts;
     message->msg_iovlen = 1;
     if (stream->incoming.stage == BPS_WRITE_IN_PAYLOAD && stream->pace_in != NULL) { /* headers are not paced */
@@ -306,7 +326,7 @@ static inline void bps_stream_report(struct bps_stream *stream, int is_more)
 /* n more of the bytes that are wanted have come; is_more: others behind them. 0, or the errno that ends the connection. */
 static inline int bps_stream_take(struct bps_stream *stream, size_t n, int is_more)
 {
-    int rc = bps_write_in_got(&stream->incoming, &stream->how_in, &stream->slots, n);
+    int rc = bps_write_in_got(&stream->incoming, &stream->how_in, stream->slots, n);
     if (rc == BPS_WRITE_IN_WHOLE)
         bps_stream_report(stream, is_more);
     return rc > 0 ? rc : 0;
@@ -343,17 +363,18 @@ static int bps_stream_moved_in(struct bps_flow *flow, ssize_t n)
 
 /* -- the stream --------------------------------------------------------------------------------------------------------- */
 
-/* Make a stream over the socket fd, of n_slots; the rest is zero, and set before `bps_stream_start`. 0 or ENOMEM. */
-static inline int bps_stream_init(struct bps_stream *stream, uint32_t n_slots, uint32_t epoch)
+/* Make a stream over which the peer writes into these slots, which outlive it; the rest is zero, and set before
+ * `bps_stream_start`. 0 or ENOMEM. */
+static inline int bps_stream_init(struct bps_stream *stream, struct bps_slots *slots)
 {
+    stream->slots = slots;
     stream->out = (struct bps_flow){.fd = -1, .sends = 1, .look = bps_stream_look, .next = bps_stream_next_out,
                                     .moved = bps_stream_moved_out};
     stream->in = (struct bps_flow){.fd = -1, .next = bps_stream_next_in, .moved = bps_stream_moved_in};
     pthread_mutex_init(&stream->lock, NULL);
     stream->capacity = 64;
     stream->queue = (struct bps_write *)calloc(stream->capacity, sizeof *stream->queue);
-    int lacks_slots = bps_slots_init(&stream->slots, n_slots, epoch) != 0;
-    return stream->queue == NULL || lacks_slots ? ENOMEM : 0;
+    return stream->queue == NULL ? ENOMEM : 0;
 }
 
 /* Move bytes from now on, those of each direction by a thread. Once. 0 or an errno; then the connection is cut. */
@@ -405,7 +426,6 @@ static inline void bps_stream_close(struct bps_stream *stream)
 
 static inline void bps_stream_free(struct bps_stream *stream)
 {
-    bps_slots_free(&stream->slots);
     free(stream->queue);
     free(stream->records.records);
     pthread_mutex_destroy(&stream->lock);

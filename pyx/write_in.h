@@ -49,6 +49,13 @@ static inline size_t bps_write_in_want(struct bps_write_in *write, const struct 
     return how->checks && left > BPS_CHECKED_STRETCH ? BPS_CHECKED_STRETCH : (size_t)left;
 }
 
+/* At least so many bytes of the present write are still to come. */
+static inline uint64_t bps_write_in_left(const struct bps_write_in *write)
+{
+    uint64_t left = write->stage == BPS_WRITE_IN_PAYLOAD ? write->header.nbytes - write->got : 0;
+    return left > write->filled ? left - write->filled : 0; /* a record is followed by its tag */
+}
+
 /* The payload is whole. */
 static inline int bps_write_in_end(struct bps_write_in *write, struct bps_slots *slots)
 {

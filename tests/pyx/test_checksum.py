@@ -102,7 +102,7 @@ def test_payloads_of_any_length_land_in_the_slot_of_their_round(engine, sockets,
             sender.post(1, round, 0, payload.ctypes.data, nbytes)
             assert events(engine, 1)[0][0] == native.EVENT_DELIVERED
             arrived(receiver, round)
-            assert np.array_equal(got[round % 2], payload) and receiver.next_round(1) == round + 1
+            assert np.array_equal(got[round % 2], payload) and receiver.slots.next_round(1) == round + 1
         assert sender.counters()["bytes_sent"] == receiver.counters()["bytes_received"] == 3 * wire_nbytes(nbytes)
         assert receiver.counters()["writes_damaged"] == 0
         del got
@@ -155,11 +155,11 @@ def test_a_changed_bit_is_the_end_of_the_connection_and_no_arrival(engine, socke
         [(kind, source, _, _, code, _, _)] = events(engine, 1)
         assert (kind, source, code) == (native.EVENT_LOST, receiver.peer, errno.EBADMSG)
         assert bytes(memoryview(slots)[LENGTH:2 * LENGTH]) == payload, "the first one was in order"
-        assert receiver.next_round(1) == 2 and receiver.counters()["writes_received"] == 1
+        assert receiver.slots.next_round(1) == 2 and receiver.counters()["writes_received"] == 1
         assert receiver.counters()["writes_damaged"] == 1
         if where < CHECKED_HEADER:
             assert not any(memoryview(slots)[:LENGTH]), "nothing of a header that does not fit is believed"
-    assert receiver.next_round(1) == 2, "for good"
+    assert receiver.slots.next_round(1) == 2, "for good"
 
 
 @pytest.mark.parametrize(("said", "code"), [
@@ -174,4 +174,4 @@ def test_nothing_else_arrives_either(engine, sockets, said, code):
         left.close()
         [(kind, source, _, _, found, _, _)] = events(engine, 1)
         assert (kind, source, found) == (native.EVENT_LOST, receiver.peer, code)
-        assert receiver.counters()["writes_received"] == 0 and receiver.next_round(1) == 1
+        assert receiver.counters()["writes_received"] == 0 and receiver.slots.next_round(1) == 1

@@ -29,10 +29,16 @@ POST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, ctypes.c
 
 
 class Recorder:
-    """A stream that notes what is posted to it: (its number, part, round, flags, nbytes); `rc` is what it answers."""
+    """A stream that notes what is posted to it: (its number, part, round, flags, nbytes); `rc` is what it answers.
 
-    def __init__(self, number: int, posted: list[tuple[int, ...]], rc: int = 0) -> None:
+    `backlog`: what it says that it has to deliver; None: nothing.
+    """
+
+    def __init__(self, number: int, posted: list[tuple[int, ...]], rc: int = 0,
+                 backlog: int | None = None) -> None:
         self.handle = number
+        self.backlog = ctypes.c_uint64(backlog or 0)
+        self.backlog_address = 0 if backlog is None else ctypes.addressof(self.backlog)
         self._function = POST(lambda number, part, round_, flags, _, nbytes, _delivered: posted.append(
             (number or 0, part, round_, flags, nbytes)) or rc)
         self.post_address = ctypes.cast(self._function, ctypes.c_void_p).value
@@ -195,6 +201,21 @@ def test_parts_take_turns_on_streams_by_node_and_number():
     assert numbers() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
     assert numbers(n_turns=2) == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert numbers(n_turns=2, counts={4: 1, 5: 3, 6: 9}) == [0, 0, 1, 1, 0, 2, 0, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("backlogs", "n_turns", "expected"), [
+    ((0, 0, 0), 0, [0, 1, 2, 0, 1, 2]), ((5, 5, 5), 0, [0, 1, 2, 0, 1, 2]), ((9, 1, 0), 0, [2, 2, 2, 2, 2, 2]),
+    ((9, 1, 0), 2, [1, 1, 1, 1, 1, 1]), ((0, 7, 0), 0, [0, 0, 2, 0, 0, 2]), ((1, (1 << 63) + 1, 1 << 63), 0, [0] * 6),
+])
+def test_a_write_goes_to_the_stream_that_has_the_least_to_deliver(backlogs, n_turns, expected):
+    posted = []
+    streams = [Recorder(number, posted, backlog=backlog) for number, backlog in enumerate(backlogs)]
+    dispatch = Dispatch(1 << 20)
+    dispatch.add(0, 0)
+    dispatch.commit(list(range(6)), {part: part for part in range(6)}, {})
+    dispatch.route(0, streams, n_nodes=1, n_turns=n_turns)
+    dispatch.report([(EVENT_FORWARD, 0, part, 1, 0, 0x1000, 10) for part in range(6)])
+    assert [number for number, *_ in posted] == expected
 
 
 def refused(code: int, first_parts: dict[int, int] | None = None) -> Dispatch:

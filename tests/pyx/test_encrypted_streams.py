@@ -82,7 +82,7 @@ def receiving(engine, sock, nbytes=NBYTES):
     with Segment(2 * nbytes) as slots:
         engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
                           owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
+        receiver.slots.bind(1, slots.address, slots.address + nbytes, nbytes)
         receiver.start()
         yield receiver, slots
         receiver.close()
@@ -101,7 +101,7 @@ def test_payloads_of_any_length_land_in_the_slot_of_their_round(engine, sockets,
             sender.post(1, round, 0, payload.ctypes.data, nbytes)
             assert events(engine, 1)[0][0] == native.EVENT_DELIVERED
             arrived(receiver, round)
-            assert np.array_equal(got[round % 2], payload) and receiver.next_round(1) == round + 1
+            assert np.array_equal(got[round % 2], payload) and receiver.slots.next_round(1) == round + 1
         total = 3 * wire_nbytes(nbytes)
         assert sender.counters()["bytes_sent"] == receiver.counters()["bytes_received"] == total
         del got
@@ -191,11 +191,11 @@ def test_a_changed_byte_is_the_end_of_the_connection_and_no_arrival(engine, sock
         [(kind, source, _, _, code, _, _)] = events(engine, 1)
         assert (kind, source, code) == (native.EVENT_LOST, receiver.peer, errno.EBADMSG)
         assert bytes(memoryview(slots)[LENGTH:2 * LENGTH]) == payloads[0].tobytes(), "the first one was in order"
-        assert receiver.next_round(1) == 2 and receiver.counters()["writes_received"] == 1
+        assert receiver.slots.next_round(1) == 2 and receiver.counters()["writes_received"] == 1
         if where < SEALED_HEADER:
             assert not any(memoryview(slots)[:LENGTH]), "of a header that does not open nothing follows"
         assert engine.events(0.05) == []
-    assert receiver.next_round(1) == 2, "for good"
+    assert receiver.slots.next_round(1) == 2, "for good"
 
 
 @pytest.mark.parametrize(("spoil", "code", "n_whole"), [
@@ -216,7 +216,7 @@ def test_nothing_arrives_but_what_was_sent_in_the_order_in_which_it_was(engine, 
         left.close()
         [(kind, source, _, _, found, _, _)] = events(engine, 1)
         assert (kind, source, found) == (native.EVENT_LOST, receiver.peer, code)
-        assert receiver.counters()["writes_received"] == n_whole and receiver.next_round(1) == 1 + n_whole
+        assert receiver.counters()["writes_received"] == n_whole and receiver.slots.next_round(1) == 1 + n_whole
 
 
 def test_what_a_stream_has_sent_itself_is_not_taken_back(engine, sockets):
@@ -224,7 +224,7 @@ def test_what_a_stream_has_sent_itself_is_not_taken_back(engine, sockets):
     left, right = sockets
     sender, seals = sealing(engine, left, True)
     with Segment(NBYTES) as slots:
-        sender.bind(1, slots.address, slots.address, NBYTES)
+        sender.slots.bind(1, slots.address, slots.address, NBYTES)
         sender.start()
         payload = np.ones(NBYTES, np.uint8)
         sender.post(1, 1, 0, payload.ctypes.data, NBYTES)
@@ -242,7 +242,7 @@ def test_a_stream_without_seals_takes_nothing_sealed(engine, sockets):
     left, right = sockets
     receiver = stream(engine, right)
     with Segment(NBYTES) as slots:
-        receiver.bind(1, slots.address, slots.address, NBYTES)
+        receiver.slots.bind(1, slots.address, slots.address, NBYTES)
         receiver.start()
         left.sendall(said)
         assert events(engine, 1)[0][4] == errno.EPROTO

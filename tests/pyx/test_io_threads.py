@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bpsfast.pyx.tcp import IoThreads, Stream
+from bpsfast.pyx.tcp import IoThreads, Slots, Stream
 from tests.support.streams import EPOCH, mailbox
 
 #: Lets the system call number {call} give EPERM in this process, as older container runtimes do.
@@ -70,7 +70,8 @@ def test_a_stream_that_cannot_be_watched_can_only_be_closed():
     io_threads = IoThreads(2)
     with mailbox() as engine:
         made = Stream(ours, io_threads, peer=engine.add_wire_peer(), engine=engine.handle,
-                      arrived=engine.arrived_address, notify=engine.notify_address, epoch=EPOCH, n_slots=4, keep=engine)
+                      arrived=engine.arrived_address, notify=engine.notify_address, slots=Slots(4, epoch=EPOCH),
+                      keep=engine)
         with pytest.raises(OSError, match="cannot be watched"):
             made.start()
         with pytest.raises(ValueError, match="started once"):

@@ -48,7 +48,7 @@ def ends(kind, engine, sockets, n_slots=1, nbytes=MOST_NBYTES):
     for slot in range(n_slots):
         engine.add_member(slot, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
                           owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(slot, slots[slot, 0].ctypes.data, slots[slot, 1].ctypes.data, nbytes)
+        receiver.slots.bind(slot, slots[slot, 0].ctypes.data, slots[slot, 1].ctypes.data, nbytes)
     sender.start()
     try:
         yield sender, receiver, slots

@@ -1,22 +1,28 @@
 """Streams: payloads whole and in order, credit on acknowledgement, nothing written that was not bound."""
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 import numpy as np
 import pytest
 
+from bpsfast.base.encryption import seals_of
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import BACKENDS, IoThreads, Stream
+from bpsfast.pyx.tcp import BACKENDS, IoThreads, Slots, Stream
 from tests.support import streams, threads
 from tests.support.streams import EPOCH, NBYTES, bound, events, header, mailbox, pair, receive, receiving, stream
+
+SECRET = bytes(range(32))
+GATHER_NBYTES = 128 << 10  # BPS_GATHER_NBYTES of pyx/tcp_stream.h
 
 
 @pytest.fixture(params=BACKENDS)
@@ -139,7 +145,7 @@ def test_a_header_that_does_not_fit_ends_the_connection_before_a_byte_is_written
     left, right = sockets
     receiver = stream(engine, right)
     with Segment(NBYTES) as slots:
-        receiver.bind(1, slots.address, slots.address, NBYTES)
+        receiver.slots.bind(1, slots.address, slots.address, NBYTES)
         receiver.start()
         left.sendall(bad)
         [(kind, source, _, _, code, _, _)] = events(engine, 1)
@@ -158,7 +164,7 @@ def test_a_round_that_has_arrived_does_not_arrive_again(engine, sockets, again):
         left.sendall(header(round=again) + bytes([9]) * NBYTES)
         assert events(engine, 1) == [(native.EVENT_LOST, receiver.peer, 0, 0, errno.EPROTO, 0, 0)]
         receiver.close()
-        assert receiver.next_round(1) == 3 and receiver.counters()["writes_received"] == 2
+        assert receiver.slots.next_round(1) == 3 and receiver.counters()["writes_received"] == 2
         assert bytes(memoryview(slots)[:NBYTES]) == bytes([2]) * NBYTES
         assert bytes(memoryview(slots)[NBYTES:]) == bytes([1]) * NBYTES
 
@@ -170,7 +176,7 @@ def test_rounds_go_on_where_they_wrap(engine, sockets):
         left.sendall(header(round=1))
         assert events(engine, 1) == [(native.EVENT_LOST, receiver.peer, 0, 0, errno.EPROTO, 0, 0)]
         receiver.close()
-        assert receiver.next_round(1) == 2 and receiver.counters()["writes_received"] == 3
+        assert receiver.slots.next_round(1) == 2 and receiver.counters()["writes_received"] == 3
 
 
 def framed(nbytes, said=None):
@@ -183,7 +189,7 @@ def test_frames_have_any_length_that_fits(engine, sockets):
     with Segment(4096) as slots:
         engine.add_member(1, nbytes=100, n_elements=100, unit_offset=0, kernel=1, local=[0], owner=receiver.peer,
                           partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + 2048, 100, True)
+        receiver.slots.bind(1, slots.address, slots.address + 2048, 100, True)
         sender.start()
         receiver.start()
         for round, nbytes in enumerate((8, 100, 9), start=1):
@@ -206,7 +212,7 @@ def test_a_frame_that_does_not_fit_ends_the_connection(engine, sockets, bad):
     left, right = sockets
     receiver = stream(engine, right)
     with Segment(4096) as slots:
-        receiver.bind(1, slots.address, slots.address, 100, True)
+        receiver.slots.bind(1, slots.address, slots.address, 100, True)
         receiver.start()
         left.sendall(bad)
         [(kind, source, _, _, code, _, _)] = events(engine, 1)
@@ -220,7 +226,7 @@ def test_a_peer_that_goes_away_is_reported_once(engine, sockets, sent):
     left, right = sockets
     receiver = stream(engine, right)
     with Segment(NBYTES) as slots:
-        receiver.bind(1, slots.address, slots.address, NBYTES)
+        receiver.slots.bind(1, slots.address, slots.address, NBYTES)
         receiver.start()
         left.sendall((header() + b"x" * NBYTES)[:sent])
         left.close()
@@ -254,7 +260,7 @@ def test_a_stream_that_cannot_be_made_leaves_the_descriptor_to_the_caller(engine
     left, right = sockets
     with pytest.raises(error):
         Stream(left.fileno(), IoThreads(1), peer=0, engine=engine.handle, arrived=engine.arrived_address,
-               notify=engine.notify_address, epoch=EPOCH, n_slots=64, keep=engine, **options)
+               notify=engine.notify_address, slots=Slots(64, epoch=EPOCH), keep=engine, **options)
     gc.collect()
     left.sendall(b"still open")
     assert receive(right, 10) == b"still open"
@@ -263,7 +269,7 @@ def test_a_stream_that_cannot_be_made_leaves_the_descriptor_to_the_caller(engine
 def test_slots_out_of_range_are_refused(engine, sockets):
     made = stream(engine, sockets[0])
     with pytest.raises(ValueError, match="slot 64 of 64"):
-        made.bind(64, 1, 1, 1)
+        made.slots.bind(64, 1, 1, 1)
     with pytest.raises(ValueError, match="slot 99 of 64"):
         made.post(99, 1, 0, 0, 0)
     made.close()
@@ -301,7 +307,7 @@ def test_a_few_threads_move_the_bytes_of_many_streams(engine, n_threads):
             engine.add_member(part ^ 1, nbytes=most, n_elements=most, unit_offset=0, kernel=1, local=[0],
                               owner=end.peer, partial=(0, 0, 0))
             nbytes = most >> (part // 2 % 4 * 5)  # 1 MiB, 32 KiB, 1 KiB, 32 bytes
-            end.bind(part ^ 1, memory[part, 0].ctypes.data, memory[part, 1].ctypes.data, nbytes)
+            end.slots.bind(part ^ 1, memory[part, 0].ctypes.data, memory[part, 1].ctypes.data, nbytes)
             end.start()
         for round_ in range(1, n_rounds + 1):
             payload = np.full(most, round_, np.uint8)
@@ -319,6 +325,126 @@ def test_a_few_threads_move_the_bytes_of_many_streams(engine, n_threads):
         for end in ends:
             end.close()
     io_threads.close()
+
+
+def unread(sock):
+    """Return how many bytes wait in the kernel's receive queue of *sock*."""
+    return struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0]
+
+
+def on_the_wire(engine, payload, **options):
+    """Return the bytes of a write of *payload* into slot 1 in round 1 by a stream with these *options*."""
+    with pair() as (left, right):
+        sender = stream(engine, left, **options)
+        sender.start()
+        sender.post(1, 1, 0, payload.ctypes.data, payload.nbytes)
+        found = receive(right, payload.nbytes)
+        assert events(engine, 1)[0][0] == native.EVENT_DELIVERED
+        found += receive(right, sender.counters()["bytes_sent"] - payload.nbytes)
+        sender.close()
+    return found
+
+
+@contextlib.contextmanager
+def most_of_a_large_write(engine, sockets, n_threads, kept, kind):
+    """Send a write of 1 MiB but for its last *kept* bytes.
+
+    Yields the receiving stream, its memory, the payload, and what was kept, once the stream has taken what it can.
+    """
+    left, right = sockets
+    payload = np.frombuffer(np.random.default_rng(kept).bytes(1 << 20), np.uint8)
+    queue = right.dup()
+    io_threads = IoThreads(n_threads, streams.default_backend)
+    theirs, ours = {"checks": kind == "with checksums"}, {"checks": kind == "with checksums"}
+    if kind == "sealed":
+        seals = seals_of(SECRET, dialled=True), seals_of(SECRET, dialled=False)
+        theirs, ours = {"seal_out": seals[0].out.address}, {"seal_in": seals[1].incoming.address}
+    sent = on_the_wire(engine, payload, **theirs)
+    receiver = stream(engine, right, io_threads, **ours)
+    with queue, Segment(1 << 20) as slots:
+        engine.add_member(1, nbytes=1 << 20, n_elements=1 << 20, unit_offset=0, kernel=1, local=[0],
+                          owner=receiver.peer, partial=(0, 0, 0))
+        receiver.slots.bind(1, slots.address, slots.address, 1 << 20)
+        receiver.start()
+        left.sendall(sent[:-kept])
+        while unread(queue) >= GATHER_NBYTES:
+            os.sched_yield()
+        yield receiver, slots, payload, sent[-kept:]
+        receiver.close()
+    io_threads.close()
+
+
+@pytest.mark.parametrize(("kind", "n_threads"), [("plain", 1), ("plain", 2), ("with checksums", 2), ("sealed", 2)])
+@pytest.mark.parametrize("kept", [1, GATHER_NBYTES, GATHER_NBYTES + 1, 2 * GATHER_NBYTES])
+def test_a_large_write_arrives_whole_although_nothing_follows_it(engine, sockets, n_threads, kept, kind):
+    """The kernel gathers bytes before it wakes the thread: a thread that left too few to come would not be woken."""
+    with most_of_a_large_write(engine, sockets, n_threads, kept, kind) as (receiver, slots, payload, rest):
+        sockets[0].sendall(rest)
+        while receiver.counters()["writes_received"] == 0:
+            os.sched_yield()
+        assert bytes(slots) == payload.tobytes()
+
+
+def test_a_peer_that_goes_away_while_bytes_are_gathered_is_reported(engine, sockets):
+    with most_of_a_large_write(engine, sockets, 2, GATHER_NBYTES + 1, "plain") as (receiver, *_):
+        sockets[0].close()
+        assert events(engine, 1) == [(native.EVENT_LOST, receiver.peer, 0, 0, errno.ECONNRESET, 0, 0)]
+
+
+@contextlib.contextmanager
+def link(engine, n_streams, nbytes, first_round=1):
+    """Yield the peer's sockets, the receive queues and streams of their other ends, and the memory of slots 1 and 2.
+
+    The streams share these slots.
+    """
+    io_threads = IoThreads(2, streams.default_backend)
+    slots = Slots(64, epoch=EPOCH)
+    memory = np.zeros((3, 2, nbytes), np.uint8)
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(pair()) for _ in range(n_streams)]
+        queues = [stack.enter_context(right.dup()) for _, right in pairs]
+        peer = engine.add_wire_peer()
+        made = [stream(engine, right, io_threads, slots, peer) for _, right in pairs]
+        for slot in (1, 2):
+            engine.add_member(slot, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
+                              owner=peer, partial=(0, 0, 0))
+            slots.bind(slot, memory[slot, 0].ctypes.data, memory[slot, 1].ctypes.data, nbytes, next_round=first_round)
+        for each in made:
+            each.start()
+        yield [left for left, _ in pairs], queues, made, memory
+        for each in made:
+            each.close()
+    io_threads.close()
+
+
+def taken_in(made):
+    return sum(each.counters()["writes_received"] for each in made)
+
+
+@pytest.mark.parametrize("first_round", [1, (1 << 32) - 3])
+@pytest.mark.parametrize("nbytes", [1, 7000, 300_000])
+def test_each_round_may_come_over_another_stream(engine, nbytes, first_round):
+    with link(engine, 3, nbytes, first_round) as (far, _, made, memory):
+        for n in range(6):
+            round_ = (first_round + n) % (1 << 32)
+            far[n % 3].sendall(header(1, round_, nbytes=nbytes) + bytes([n + 1]) * nbytes)
+            while taken_in(made) <= n:
+                os.sched_yield()
+            assert (memory[1, round_ % 2] == n + 1).all()
+        assert made[0].slots.next_round(1) == (first_round + 6) % (1 << 32) and not memory[2].any()
+        assert engine.events(0) == []
+
+
+@pytest.mark.parametrize("bad", ["a round ahead", "the last round again", "a round that another stream receives"])
+def test_what_no_stream_takes_another_one_does_not_take_either(engine, bad):
+    with link(engine, 2, 1000) as (far, queues, made, memory):
+        far[0].sendall(header(1, 1, nbytes=1000) + bytes([1]) * 1000 + header(2, 1, nbytes=1000) + bytes([2]) * 500)
+        while taken_in(made) == 0 or unread(queues[0]):
+            os.sched_yield()
+        slot, round_ = {"a round ahead": (1, 3), "the last round again": (1, 1)}.get(bad, (2, 1))
+        far[1].sendall(header(slot, round_, nbytes=1000) + bytes([3]) * 1000)
+        assert events(engine, 1) == [(native.EVENT_LOST, made[1].peer, 0, 0, errno.EPROTO, 0, 0)]
+        assert not (memory == 3).any()
 
 
 def test_a_stream_whose_peer_takes_nothing_delays_no_other(engine):
@@ -347,7 +473,7 @@ from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import IoThreads, Stream
+from bpsfast.pyx.tcp import IoThreads, Slots, Stream
 for _ in range(20):
     board, bell = Segment(ring.BOARD_NBYTES, populate=False), Segment(ring.DOORBELL_NBYTES)
     ring.format_board(board)
@@ -356,7 +482,8 @@ for _ in range(20):
     left, right = socket.socketpair()
     keep = [engine]
     stream = Stream(left.detach(), IoThreads(2), peer=engine.add_wire_peer(), engine=engine.handle,
-                    arrived=engine.arrived_address, notify=engine.notify_address, epoch=1, n_slots=8, keep=keep)
+                    arrived=engine.arrived_address, notify=engine.notify_address, slots=Slots(8, epoch=1),
+                    keep=keep)
     stream.start()
     keep.append(stream)
     del engine, keep, stream, board, bell

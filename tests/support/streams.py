@@ -15,7 +15,7 @@ from bpsfast.orchestration import security
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.tcp import IoThreads, Stream
+from bpsfast.pyx.tcp import IoThreads, Slots, Stream
 from tests.support.loopback import LOOPBACK
 
 #: By which the I/O threads of streams work that are given none (fixture `io_backend`).
@@ -54,14 +54,16 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield left, right
 
 
-def stream(engine: Engine, sock: socket.socket, io_threads: IoThreads | None = None, **options: int) -> Stream:
-    """Return a stream over *sock*, which becomes its own, of 64 slots; nothing is bound, and it is not started.
+def stream(engine: Engine, sock: socket.socket, io_threads: IoThreads | None = None, slots: Slots | None = None,
+           peer: int | None = None, **options: int) -> Stream:
+    """Return a stream over *sock*, which becomes its own; it is not started.
 
-    *io_threads*: its own two by default.
+    *io_threads*: its own two by default. *slots*: 64 of its own, which are not bound. *peer*: a new source of *engine*.
     """
-    return Stream(sock.detach(), io_threads or IoThreads(2, default_backend), peer=engine.add_wire_peer(),
-                  engine=engine.handle, arrived=engine.arrived_address, notify=engine.notify_address, epoch=EPOCH,
-                  n_slots=64, keep=engine, **options)
+    return Stream(sock.detach(), io_threads or IoThreads(2, default_backend),
+                  peer=engine.add_wire_peer() if peer is None else peer, engine=engine.handle,
+                  arrived=engine.arrived_address, notify=engine.notify_address,
+                  slots=slots or Slots(64, epoch=EPOCH), keep=engine, **options)
 
 
 @contextlib.contextmanager
@@ -70,7 +72,7 @@ def bound(engine: Engine, sender: Stream, receiver: Stream, nbytes: int) -> Iter
     with Segment(2 * nbytes) as slots:
         engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
                           owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes)
+        receiver.slots.bind(1, slots.address, slots.address + nbytes, nbytes)
         sender.start()
         receiver.start()
         yield np.frombuffer(slots, np.uint8, 2 * nbytes).reshape(2, nbytes)
@@ -88,7 +90,7 @@ def receiving(engine: Engine, sock: socket.socket, nbytes: int = NBYTES, next_ro
     with Segment(2 * nbytes) as slots:
         engine.add_member(1, nbytes=nbytes, n_elements=nbytes, unit_offset=0, kernel=1, local=[0],
                           owner=receiver.peer, partial=(0, 0, 0))
-        receiver.bind(1, slots.address, slots.address + nbytes, nbytes, next_round=next_round)
+        receiver.slots.bind(1, slots.address, slots.address + nbytes, nbytes, next_round=next_round)
         receiver.start()
         yield receiver, slots
         receiver.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from bpsfast.tools.tune.search import compare, noise_of, spread
 
@@ -16,6 +16,7 @@ def test_one_disturbed_pair_does_not_decide():
 
 
 @given(st.lists(st.floats(1.0, 1e9), min_size=1, max_size=9), st.floats(0.5, 2.0))
+@example([11.0], 1.01)
 def test_a_comparison_turned_around_says_the_opposite(values, factor):
     scaled = [factor * value for value in values]
     one, other = compare(values, scaled), compare(scaled, values)

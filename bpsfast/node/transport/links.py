@@ -41,7 +41,7 @@ class WireLink(ABC):
         Nothing of it may be under way; this replaces what was expected of it before. *first_round* comes next, and is
         awaited if the link ends before.
 
-        *n_streams*: the tcp connections that its unit takes turns on (0: as many as the setting says), on both sides.
+        *n_streams*: the number of tcp connections that its unit is sent over (0: as many as the setting says).
         *framed*: up to *nbytes* arrive each time; the first eight contain the number that follows.
         """
 
@@ -49,16 +49,8 @@ class WireLink(ABC):
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
 
-    @abstractmethod
-    def stream_of(self, part: int) -> WireStream:
-        """Return the stream of *part*, the same one in both directions and on both sides.
-
-        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
-        in both directions.
-        """
-
     def route(self, dispatch: Dispatch, source: int) -> None:
-        """Let *dispatch* post to these streams, as `stream_of` says, what goes to *source*. Once started."""
+        """Let *dispatch* post to these streams what goes to *source*. Once started."""
         dispatch.route(source, self.streams, n_nodes=self.n_nodes)
 
     @abstractmethod

@@ -504,7 +504,7 @@ class Peering:
         return link
 
     def _n_nodes_with(self, index: int) -> int:
-        """Return the number of nodes by which partitions are assigned to streams: the same on both sides of a pair."""
+        """Return the number of nodes by which partitions are assigned to queue pairs: the same on both sides."""
         return max(self._n_nodes, self._me.index + 1, index + 1)
 
     def _offer_again(self, link: tcp.TcpLink) -> None:

@@ -2,8 +2,8 @@
 
 A node listens before it joins the job, so its address is valid as soon as others learn it. The dialler opens its
 streams one after another; each passes the HMAC handshake of `orchestration.security` in both directions, which also
-names node, stream and epoch. From then on a native `bpsfast.pyx.tcp.Stream` owns the connection; a partition always
-uses the same stream (`TcpLink.stream_of`), so payload and announcement stay in order.
+names node, stream and epoch. From then on a native `bpsfast.pyx.tcp.Stream` owns the connection. Every partition may
+come over every stream of the link; the sender takes the one with the least to deliver.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ...pyx.dispatch import Dispatch
 from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
-from ...pyx.tcp import IoThreads, Stream
+from ...pyx.tcp import IoThreads, Slots, Stream
 from .links import WireLink
 
 log = logging.getLogger("bpsfast.node")
@@ -142,16 +142,18 @@ _UNTRACED = Limits()
 class TcpLink(WireLink):
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on by default (0: all). *io_threads*: what moves their bytes
-    (None: two threads of their own). *send_buffer_nbytes* 0: the size that measured best. *number*: which of the
-    pair's links this is; *awaited_there*: what the peer has not received over earlier ones. *seals*: keys of
-    encrypted connections. *checks*: writes over the other connections have checksums. *epoch*: that of the dialler.
+    *slots*: where the peer writes, once started. *n_streams*: how many streams partitions are sent over by default
+    (0: all). *io_threads*: what moves their bytes (None: two threads of their own). *send_buffer_nbytes* 0: the size
+    that measured best. *number*: which of the pair's links this is; *awaited_there*: what the peer has not received
+    over earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the other connections have
+    checksums. *epoch*: that of the dialler.
     """
 
     index: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     seals: dict[int, Seals] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
+    slots: Slots | None = None
     n_nodes: int = 1
     epoch: int = 1
     n_slots: int = MAX_PARTS
@@ -165,7 +167,7 @@ class TcpLink(WireLink):
     number: int = 0
     awaited_there: Mapping[int, int] = field(default_factory=dict)
     fenced: bool = False
-    _rounds: dict[int, int] = field(default_factory=dict)  # next round of bound parts, while no stream knows it
+    _rounds: dict[int, int] = field(default_factory=dict)  # next round of bound parts, while no slot knows it
     _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> its own number of streams
 
     is_encrypted: bool = False
@@ -181,6 +183,10 @@ class TcpLink(WireLink):
 
     def start(self, engine: Engine, source: int, link_number: int = 0) -> None:
         io_threads = self.io_threads or IoThreads(2)
+        slots = Slots(self.n_slots, epoch=self.epoch)
+        for part, (even, odd, nbytes, _, framed) in self.bound.items():
+            slots.bind(part, even, odd, nbytes, framed, self._rounds[part])
+        self.slots = slots
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _let_kernel_choose(sock))
@@ -190,16 +196,14 @@ class TcpLink(WireLink):
             if self.paces:
                 self.paces.prepare(sock)
             stream = Stream(sock.fileno(), io_threads, peer=source, engine=engine.handle,
-                            arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
-                            n_slots=self.n_slots, send_buffer_nbytes=nbytes,
+                            arrived=engine.arrived_address, notify=engine.notify_address, slots=slots,
+                            send_buffer_nbytes=nbytes,
                             unsent_nbytes=0 if nbytes else _REMOTE_UNSENT_NBYTES,
                             **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
                             seal_out=seal_out, seal_in=seal_in, checks=self.checks, number=link_number,
                             keep=(engine, self.paces, seals))
             self.streams.append(stream)
             self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
-        for part, bound in self.bound.items():
-            self._bind(part, *bound, next_round=self._rounds.get(part, 1))
         for stream in self.streams:
             stream.start()
 
@@ -208,31 +212,27 @@ class TcpLink(WireLink):
         """Do as `bind`, before `start`: the peer may write *next_round* as soon as it is connected."""
         self.bound[part] = even, odd, nbytes, n_streams, framed
         self._rounds[part] = next_round
+        if n_streams:
+            self._n_streams_of[part] = n_streams
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
         self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
-        if not self.fenced:
-            self._bind(part, even, odd, nbytes, n_streams, framed, first_round)
-
-    def _bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int, framed: bool,
-              next_round: int = 1) -> None:
-        if n_streams:
-            self._n_streams_of[part] = n_streams
-        self.stream_of(part).bind(part, even, odd, nbytes, framed, next_round)
+        if self.slots is not None and not self.fenced:
+            self.slots.bind(part, even, odd, nbytes, framed, first_round)
 
     def unbind(self, part: int) -> None:
         self.bound.pop(part, None)
         self._rounds.pop(part, None)
-        if self.streams and not self.fenced:
-            self.stream_of(part).unbind(part)
+        if self.slots is not None and not self.fenced:
+            self.slots.unbind(part)
         self._n_streams_of.pop(part, None)
 
     def fence(self) -> None:
         if not self.fenced:
             self._close_streams()
-            if self.streams:
-                self._rounds = {part: self.stream_of(part).next_round(part) for part in self.bound}
+            if self.slots is not None:
+                self._rounds = {part: self.slots.next_round(part) for part in self.bound}
             self.fenced = True
 
     @property
@@ -240,19 +240,15 @@ class TcpLink(WireLink):
         return self.fenced
 
     def next_round(self, part: int) -> int:
-        if self.fenced or not self.streams:
+        if self.fenced or self.slots is None:
             return self._rounds.get(part, 1)
-        return self.stream_of(part).next_round(part)
+        return self.slots.next_round(part)
 
     def why(self, code: int) -> str:
         if code == errno.EBADMSG:
             return ("data arrived damaged: it was changed in the peer's memory, by a card, in the network or by an "
                     "attacker")
         return os.strerror(code) if code else "closed"
-
-    def stream_of(self, part: int) -> Stream:
-        n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
-        return self.streams[part // self.n_nodes % min(n, len(self.streams))]
 
     def route(self, dispatch: Dispatch, source: int) -> None:
         dispatch.route(source, self.streams, n_nodes=self.n_nodes, n_turns=self.n_streams, counts=self._n_streams_of)

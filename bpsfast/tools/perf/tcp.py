@@ -20,7 +20,7 @@ from ...orchestration.handshakes import HandshakeAcceptor
 from ...orchestration.host_lookup import format_address
 from ...pyx.pages import Segment
 from ...pyx.perf import Mailbox
-from ...pyx.tcp import IoThreads, Stream
+from ...pyx.tcp import IoThreads, Slots, Stream
 from .control import Control
 from .perf_plan import Plan
 
@@ -78,7 +78,7 @@ class TcpEnd:
             try:
                 self._streams.append(Stream(sock.fileno(), self._io_threads, peer=number, engine=self._mailbox.handle,
                                             arrived=self._mailbox.arrived_address, notify=self._mailbox.notify_address,
-                                            epoch=_EPOCH, n_slots=self._n_slots, keep=self._mailbox))
+                                            slots=Slots(self._n_slots, epoch=_EPOCH), keep=self._mailbox))
             except BaseException:
                 sock.close()
                 raise
@@ -126,7 +126,7 @@ class TcpEnd:
         landing = self._memory.address + self._stride
         for stream in self._streams:
             for slot in range(self._n_slots):
-                stream.bind(slot, landing, landing, nbytes, next_round=0)
+                stream.slots.bind(slot, landing, landing, nbytes, next_round=0)
             if not self._started:
                 stream.start()
         self._started = True

@@ -47,7 +47,7 @@ def compare(before: Sequence[float], after: Sequence[float], noise: float = 0.0)
     Alternation and ratios cancel drift; medians ignore single disturbances. *noise*: known relative standard deviation
     of one value, because few pairs may agree by accident.
     """
-    ratios = [math.log(new / old) for old, new in zip(before, after)]
+    ratios = [math.log(new) - math.log(old) for old, new in zip(before, after)]  # turned around: exactly the opposite
     n = len(ratios)
     if n < 1:
         raise ValueError("no pairs to compare")

@@ -116,7 +116,7 @@ static void dispatch_make(struct bps_dispatch *dispatch, struct bps_readers **re
     dispatch->routes = zeroed((WIRE + 1) * sizeof *dispatch->routes);
     dispatch->n_routes = WIRE + 1;
     dispatch->routes[WIRE] = (struct bps_route){zeroed(sizeof(struct bps_post_target)), 1, 1, 0, NULL, 0};
-    dispatch->routes[WIRE].targets[0] = (struct bps_post_target){posted, post};
+    dispatch->routes[WIRE].targets[0] = (struct bps_post_target){posted, post, NULL};
     dispatch->order = zeroed(N_PARTS * sizeof(uint32_t));
     dispatch->n_order = N_PARTS;
     CHECK(bps_dispatch_room(dispatch, N_PARTS - 1) == 0);

@@ -118,6 +118,11 @@ class RdmaLink(WireLink):
                            notify=engine.notify_address, number=link_number, keep=engine)
 
     def stream_of(self, part: int) -> native.Stream:
+        """Return the stream of *part*, the same one in both directions and on both sides.
+
+        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
+        in both directions.
+        """
         return self._path(part).stream
 
     def route(self, dispatch: Dispatch, source: int) -> None:
