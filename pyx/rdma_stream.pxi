@@ -137,8 +137,9 @@ cdef class Stream:
              uint32_t first_round=1):
         """Let the peer write *nbytes* of *slot*, from *first_round* on, once it is told where (`aim`, over there).
 
-        *framed*: up to so many, of which the first eight say how many follow; at the peer `aim` is told the same.
-        The memory is the caller's, registered for remote writes, and stays until `close`.
+        *framed*: a write has up to *nbytes*, and its first eight bytes contain the number of those that follow; the
+        peer passes the same to `aim`. The caller owns the memory, which is registered for remote writes, and keeps it
+        until `close`.
         """
         cdef bps_rdma_stream *stream = self._slot(slot)
         if nbytes == 0 or nbytes >> 32 or not address_even or not address_odd:

@@ -53,7 +53,7 @@ static inline void bps_slots_bind(struct bps_slots *slots, uint32_t slot, uint64
     pthread_mutex_unlock(&slots->lock);
 }
 
-/* Whether a slot takes what the header says. Under the lock. */
+/* Whether a slot accepts the write that the header announces. The caller holds the lock. */
 static inline int bps_slot_fits(const struct bps_slot *slot, const struct bps_header *header)
 {
     if (slot->addresses[0] == 0 || slot->is_receiving || header->round != slot->next_round)
@@ -63,8 +63,8 @@ static inline int bps_slot_fits(const struct bps_slot *slot, const struct bps_he
     return slot->framed ? bps_frame_may_come(header->nbytes, slot->nbytes) : header->nbytes == slot->nbytes;
 }
 
-/* Whether the peer may write what the header says; *slot is where, as it is bound now. Nothing else is received into it
- * before that `bps_slots_arrived`. */
+/* Return 1 if the slot accepts the write that the header announces, else 0, and copy its present binding to *slot.
+ * An accepted write reserves the slot until `bps_slots_arrived` is called for it. */
 static inline int bps_slots_accept(struct bps_slots *slots, const struct bps_header *header, struct bps_slot *slot)
 {
     if (header->magic != BPS_WIRE_MAGIC || header->slot >= slots->n || header->epoch != slots->epoch)

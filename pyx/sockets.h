@@ -34,8 +34,9 @@ static inline uint64_t bps_unacknowledged(int fd)
     return ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0 ? (uint64_t)nbytes : 0;
 }
 
-/* Wake who receives only when this many bytes are there, or the connection ends. Not before Linux 5.12: under memory
- * pressure, or with small packets, those kernels may close the window before so many are there. */
+/* Let the kernel wake the receiving thread only when the socket has at least nbytes, or the connection ends. On kernels
+ * before Linux 5.12 this does nothing: under memory pressure, or with small packets, they may close the receive window
+ * before nbytes have arrived, and the thread would never wake. */
 static inline void bps_gather(int fd, int nbytes)
 {
     static int is_sound; /* 1: yes; -1: no */

@@ -176,8 +176,9 @@ cdef class Slots:
              uint32_t next_round=1):
         """Let the peer write *nbytes* of *slot*: even rounds at one address, odd rounds at the other.
 
-        *framed*: up to so many, of which the first eight say how many follow. *next_round* is the first that is to
-        come. The memory is the caller's and stays until the streams are closed. Bind before the peer may write.
+        *framed*: a write has up to *nbytes*, and its first eight bytes contain the number of those that follow.
+        *next_round*: the round that the peer writes first. The caller owns the memory and keeps it until the streams
+        are closed. Bind before the peer may write.
         """
         self._check(slot)
         bps_slots_bind(&self.slots, slot, address_even, address_odd, nbytes, framed, next_round)
@@ -199,9 +200,9 @@ cdef class Stream:
 
     *slots*: where the peer writes, those of all streams of a link. *engine*, *arrived*, *notify*: addresses from
     `Engine.handle`, `arrived_address`, `notify_address`; *pace_out*, *pace_in*: addresses of the `Pace` that it keeps
-    to in each direction, with others (0: none); *seal_out*, *seal_in*: of the `Seal` of each direction (0: bytes travel
-    as they are), which nobody else uses from now on. *checks*: writes that are not sealed have checksums, of both
-    sides. *send_buffer_nbytes*: of the socket; 0: the kernel chooses. *unsent_nbytes*: how much of that may wait to be
+    to in each direction, with others (0: none); *seal_out*, *seal_in*: addresses of the `Seal` of each direction, used
+    by this stream only (0: not encrypted). *checks*: writes that are not encrypted carry checksums; both sides must
+    agree. *send_buffer_nbytes*: of the socket; 0: the kernel chooses. *unsent_nbytes*: how much of that may wait to be
     sent; 0: all. *number*: that of the link, which EVENT_LOST tells. *keep* is held so that all these outlive the
     stream. The epoch of the slots is stamped on every write and checked on every arrival. `post` from any thread; a
     slot has at most one unacknowledged write of each direction.

@@ -49,11 +49,11 @@ static inline size_t bps_write_in_want(struct bps_write_in *write, const struct 
     return how->checks && left > BPS_CHECKED_STRETCH ? BPS_CHECKED_STRETCH : (size_t)left;
 }
 
-/* At least so many bytes of the present write are still to come. */
+/* Return a lower bound of the bytes of the present write that have not been received; 0 outside its payload. */
 static inline uint64_t bps_write_in_left(const struct bps_write_in *write)
 {
     uint64_t left = write->stage == BPS_WRITE_IN_PAYLOAD ? write->header.nbytes - write->got : 0;
-    return left > write->filled ? left - write->filled : 0; /* a record is followed by its tag */
+    return left > write->filled ? left - write->filled : 0; /* `filled` may include bytes of a record's tag */
 }
 
 /* The payload is whole. */

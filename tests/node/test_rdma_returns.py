@@ -139,7 +139,7 @@ def test_a_thread_that_cannot_start_is_logged_and_another_one_dials(node, monkey
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     node.returns.seek(0, RAILS, 1, dials=True, pause_s=0.0)
-    assert "no thread to make an RDMA link to node 0 again: can't start new thread; the pair stays" in caplog.text
+    assert "no thread to make an RDMA link to node 0 again: can't start new thread; it is tried" in caplog.text
     monkeypatch.setattr(threading.Thread, "start", start)
     node.returns.seek(1, RAILS, 1, dials=True, pause_s=0.0)
     for _ in range(2):

@@ -148,7 +148,7 @@ class RdmaReturns:
                 thread.start()
             except RuntimeError as exc:  # a limit is reached; running threads dial the node later
                 log.warning("no thread to make an RDMA link to node %d again: %s%s", index, exc,
-                            "" if self._n_threads else "; the pair stays as it is")
+                            "" if self._n_threads else "; it is tried when the next thread starts")
             else:
                 self._n_threads += 1
                 self._threads = [each for each in self._threads if each.is_alive()] + [thread]
