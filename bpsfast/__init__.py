@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         push_pull_async as push_pull_async,
         synchronize as synchronize,
     )
+    from .trainer.preemption import preempted as preempted
     from .trainer.process import (
         barrier as barrier,
         init as init,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "trainer.process": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
+    "trainer.preemption": ("preempted",),
     "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.async_weights": ("AsyncWeights",),

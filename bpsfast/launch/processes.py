@@ -68,6 +68,9 @@ class Process:
     def signal_all(self, number: int) -> None:
         """Send signal *number* to the process and all that it started, except what has left its session."""
 
+    def signal(self, number: int) -> None:
+        """Send signal *number* to the process alone."""
+
     def end_in_words(self) -> str:
         """Return how it ended: "ended with exit code 3"."""
         return describe_exit(self.code or 0)
@@ -141,6 +144,11 @@ class LocalProcess(Process):
         for pid in _others_in_session(self.process.pid):  # listed after that: a process may leave the group meanwhile
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+
+    def signal(self, number: int) -> None:
+        """See `Process`."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def exit_code(self) -> int:
         """Return the code of the ended process, as `Popen.returncode`, and leave it a zombie until `close`.

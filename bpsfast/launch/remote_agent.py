@@ -148,7 +148,7 @@ class Agent:
 
     def _signal(self, asked: messages.Signal) -> None:
         if (child := self._by_number.get(asked.number)) is not None:
-            child.signal_all(asked.signal)
+            (child.signal_all if asked.is_for_group else child.signal)(asked.signal)
 
     def _step(self) -> None:
         now = time.monotonic()

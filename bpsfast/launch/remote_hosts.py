@@ -200,6 +200,9 @@ class RemoteProcess(Process):
     def signal_all(self, number: int) -> None:
         self._host.send(messages.Signal(self._number, number))
 
+    def signal(self, number: int) -> None:
+        self._host.send(messages.Signal(self._number, number, is_for_group=False))
+
     def end_in_words(self) -> str:
         return self._host.lost if self.is_lost else super().end_in_words()
 

@@ -16,7 +16,7 @@ import msgspec
 from ..base.framing import Frames
 
 #: Version of the messages and their order; both sides need the same.
-VERSION = 3
+VERSION = 4
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
@@ -74,10 +74,11 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Signal(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: send *signal* to the group of process *number*."""
+    """Launcher: send *signal* to the group of process *number*, or to it alone."""
 
     number: int
     signal: int
+    is_for_group: bool = True
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

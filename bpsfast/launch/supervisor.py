@@ -2,6 +2,7 @@
 
 * Every line names its process.
 * The process that failed first is named last, with its reason, which is shown once; the exit code is that process's.
+* SIGTERM goes to the ranks first, which may end by themselves within a grace period (`bpsfast.preempted`).
 * Ctrl-C ends everything within two seconds. Nothing survives the launcher, not even its ``kill -9``.
 
 One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
@@ -38,6 +39,9 @@ from .processes import (
 )
 from .ssh import SILENT_HOST_S
 
+#: The phases in which the job goes on.
+_GOES_ON = ("run", "grace", "leaving")
+_STOPPED = "got SIGTERM"
 #: How long a launcher that got a signal waits for the reader of its last lines.
 _DELIVERY_S = 0.5
 
@@ -46,7 +50,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Deadlines of the supervisor, in seconds. `job_s` None: no limit (the job has deadlines of its own).
 
     `for_cause_s`: after a failure, for the end of the process that caused it, if all that have ended report another
-    one's failure; `for_host_s`: additional time while a host is silent, which may be lost.
+    one's failure; `for_host_s`: additional time while a host is silent, which may be lost. `grace_s`: after SIGTERM,
+    for ranks to end by themselves.
     """
 
     job_s: float | None = None
@@ -55,6 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
     for_host_s: float = SILENT_HOST_S + 5.0
     after_ranks_s: float = 5.0
     after_sigterm_s: float = 1.5
+    grace_s: float = 0.0
 
 
 class Supervisor:
@@ -158,6 +164,10 @@ class Supervisor:
     def _running(self) -> list[Process]:
         return [process for process in self._processes if process.code is None and process not in self._given_up]
 
+    @property
+    def _running_ranks(self) -> list[Process]:
+        return [process for process in self._running if process.command.kind is Kind.RANK]
+
     def _step(self) -> None:
         now = time.monotonic()
         next_s = float("inf")
@@ -194,24 +204,27 @@ class Supervisor:
 
     def _have_ended(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if self._phase == "run" and self._is_waited_for(process):
+            if self._phase in ("run", "grace") and self._is_waited_for(process):
                 continue
             is_spare = process in self._restarted and process.code != 0
-            if self._phase in ("run", "leaving") and (self._can_lose(process) or is_spare):
+            if self._phase == "grace" and process.command.kind is Kind.RANK and (
+                    process.code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
+                self._stop(_STOPPED, 128 + signal.SIGTERM)  # its program does not wait for the end of a step
+            elif self._phase in _GOES_ON and (self._can_lose(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._errors[process].release()
                 self._lost.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
-            elif process.code != 0 and (self._phase in ("run", "failed", "leaving")
+            elif process.code != 0 and (self._phase in (*_GOES_ON, "failed")
                                         or (process.is_lost and self._stopped is None)):
                 # the loss of a host may be known only after the processes that missed it have ended
                 if not self._failures:
                     self._failed_s = time.monotonic()
                 self._failures.add(process)
-                if self._phase in ("run", "leaving"):
+                if self._phase in _GOES_ON:
                     self._enter("failed")
-            if self._phase == "run" and self._has_trained():
+            if self._phase in ("run", "grace") and self._has_trained():
                 self._enter("leaving")
                 self._dismiss()
 
@@ -271,7 +284,7 @@ class Supervisor:
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
-        duration_s = {"failed": limits.after_failure_s, "leaving": limits.after_ranks_s,
+        duration_s = {"grace": limits.grace_s, "failed": limits.after_failure_s, "leaving": limits.after_ranks_s,
                       "term": limits.after_sigterm_s, "kill": AFTER_SIGKILL_S}[phase]
         self._phase = phase
         self._deadline = time.monotonic() + duration_s
@@ -282,6 +295,10 @@ class Supervisor:
         names = ", ".join(process.command.name for process in running)
         if self._phase == "run":
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", JOB_TIMEOUT)
+        elif self._phase == "grace":
+            ranks = [process.command.name for process in self._running_ranks]
+            self._stop(f"{_STOPPED} {self._limits.grace_s:g} s ago, and {', '.join(ranks)} "
+                       f"{'has' if len(ranks) == 1 else 'have'} not ended", 128 + signal.SIGTERM)
         elif self._phase in ("failed", "leaving") and self._output.is_full:
             # the processes' last output waits for the reader: the time starts when it reads on
             self._enter(self._phase)
@@ -309,7 +326,7 @@ class Supervisor:
         is_known = self._failures.first()[1]
         is_silent = any(self._started_as[process][0].is_silent for process in self._running)
         patience_s = self._limits.for_cause_s + (self._limits.for_host_s if is_silent else 0.0)
-        return not is_known and any(process.command.kind is Kind.RANK for process in self._running) and (
+        return not is_known and bool(self._running_ranks) and (
             time.monotonic() < self._failed_s + patience_s)
 
     def _take_reports(self) -> None:
@@ -325,9 +342,17 @@ class Supervisor:
 
     def _on_signals(self, signals: SignalEvents) -> None:
         for number in signals.take():
-            if self._stopped is None:
+            if (number == signal.SIGTERM and self._phase == "run" and self._limits.grace_s > 0
+                    and self._running_ranks):
+                self._output.say(f"{_STOPPED}: the ranks have {self._limits.grace_s:g} s to end")
+                self._enter("grace")
+                for process in self._running_ranks:
+                    process.signal(signal.SIGTERM)
+            elif self._stopped is None and self._phase != "grace":
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
             else:  # the second one: at once
+                self._stopped = self._stopped or (_STOPPED, 128 + number)
+                self._output.hurry()
                 self._kill()
 
     def _stop(self, why: str, code: int) -> None:

@@ -61,7 +61,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(hosts, trainer,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_ends_everything_everywhere(hosts, trainer, number):
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    with hosts.launch("run", "-H", "gpu1:1,gpu2:1", *trainer(stubborn + WAIT)) as launcher:
+    with hosts.launch("run", "--grace", "0", "-H", "gpu1:1,gpu2:1", *trainer(stubborn + WAIT)) as launcher:
         for _ in range(2):
             assert "waiting" in launcher.stdout.readline()
         begin = time.monotonic()
