@@ -119,7 +119,8 @@ def aborted() -> Any:
     if RANK == 0:
         work = dist.all_reduce(torch.ones(5), async_op=True)
         group = dist.group.WORLD
-        while not group._group._lock.locked():
+        while group._group._lock.acquire(blocking=False):  # until the call has it, in another thread
+            group._group._lock.release()
             os.sched_yield()
         began = time.monotonic()
         group.abort()
