@@ -17,6 +17,7 @@
 #include "send_queue.h"
 
 #define BPS_DISPATCH_AT_ONCE 32 /* writes that one thread posts before it goes back to its own work */
+#define BPS_DISPATCH_CREDIT_SHARE 16 /* larger parts of the credit do not count as delivered before they are */
 
 struct bps_post_target { /* a stream, and how to post to it */
     void *stream;
@@ -265,7 +266,8 @@ static inline void bps_dispatch_record(struct bps_dispatch *dispatch, uint32_t s
 static inline void bps_dispatch_post(struct bps_dispatch *dispatch, uint32_t source, const struct bps_outgoing *write)
 {
     struct bps_post_target *found = bps_dispatch_target(dispatch, source, write->part), target;
-    int is_delivered = 0, rc = found == NULL ? ENOTCONN : bps_posted_set(dispatch, source, write) != 0 ? ENOMEM : 0;
+    int is_delivered = write->nbytes <= dispatch->queue.credit_nbytes / BPS_DISPATCH_CREDIT_SHARE;
+    int rc = found == NULL ? ENOTCONN : bps_posted_set(dispatch, source, write) != 0 ? ENOMEM : 0;
     dispatch->n_queued--;
     bps_dispatch_record(dispatch, source, write);
     if (rc == 0) {

@@ -11,7 +11,8 @@ typedef void (*bps_notify_fn)(void *engine, uint32_t kind, uint32_t source, uint
                               uint32_t code, uint64_t nbytes);
 
 /* Queue a write of nbytes at `address` into `slot` of the peer of a stream, or send it at once if that waits for
- * nothing. 0 or an errno. If it is done with the bytes `is_delivered` is 1; else 0, they stay, and EVENT_DELIVERED follows. */
+ * nothing and `is_delivered` is 1 before. 0 or an errno. If it is done with the bytes `is_delivered` is 1; else 0, they
+ * stay, and EVENT_DELIVERED follows. */
 typedef int (*bps_post_fn)(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address,
                            uint64_t nbytes, int *is_delivered);
 

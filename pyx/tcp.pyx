@@ -285,7 +285,7 @@ cdef class Stream:
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
-        cdef int rc, is_delivered
+        cdef int rc, is_delivered = True
         cdef bps_stream *stream = self._open()
         self.slots._check(slot)
         with nogil:

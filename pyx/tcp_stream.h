@@ -3,7 +3,8 @@
  * The bytes are moved by an I/O thread for each direction. A write that is posted is sent from the caller's memory, and
  * delivered when the peer's kernel has acknowledged every byte (SIOCOUTQ): then credit returns, and the source may be used
  * again. The posting thread itself sends a small write that is the only one, here and in the kernel, and it counts as
- * delivered at once: waking the I/O thread takes longer, and one write in the kernel delays no other.
+ * delivered at once: waking the I/O thread takes longer, and one write in the kernel delays no other. Not where it is a
+ * large part of the credit, though: then more would be under way than the queues of the network were said to hold.
  *
  * What comes in is checked against its slot before a byte of payload is taken (`write_in.h`), and reported through the
  * engine's hooks (`hooks.h`). Nothing here waits for anything but the wire, so every posted write completes whatever
@@ -252,6 +253,7 @@ static int bps_stream_post(void *to, uint32_t slot, uint32_t round, uint32_t fla
                            int *is_delivered)
 {
     struct bps_stream *stream = (struct bps_stream *)to;
+    int may_be_at_once = *is_delivered;
     *is_delivered = 0;
     if (slot >= stream->slots->n)
         return EINVAL;
@@ -260,7 +262,7 @@ static int bps_stream_post(void *to, uint32_t slot, uint32_t round, uint32_t fla
                                          .epoch = stream->slots->epoch, .nbytes = flags & BPS_FLAG_EMPTY ? 0 : nbytes},
                               .address = address, .end = UINT64_MAX, .posted_ns = bps_now_ns()};
     pthread_mutex_lock(&stream->lock);
-    int is_alone = !stream->is_closing && bps_stream_may_send_at_once(stream, write.header.nbytes);
+    int is_alone = may_be_at_once && !stream->is_closing && bps_stream_may_send_at_once(stream, write.header.nbytes);
     int is_first = stream->sent == stream->posted; /* otherwise the I/O thread, or another posting thread, goes on with it */
     int rc = stream->is_closing ? ESHUTDOWN : bps_stream_queue(stream, &write);
     /* The kernel then has its own copy, and nothing else to send: waiting for the acknowledgement only delays credit. */

@@ -8,6 +8,8 @@ import pytest
 from bpsfast.pyx.engine import EVENT_FORWARD, EVENT_RESULT
 from tests.support.dispatch_service import NBYTES, alone, service as service
 
+SMALL_NBYTES = 30_000  # who posts it may send it at once
+
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_one_write_at_a_time_most_urgent_first_when_credit_is_one_write(service):
@@ -87,6 +89,26 @@ def test_a_result_goes_to_the_nodes_that_push_it_and_to_no_other(service):
     service.dispatcher.commit((0, 1, 2, 3), alone(4), {}, {0: (2,)})
     service.report([service.event(EVENT_RESULT, 0, 0, 3)])
     assert service.written(2, 1) == [0]
+
+
+@pytest.mark.parametrize("service", [(1, 2 * SMALL_NBYTES, [True])], indirect=True)
+def test_small_writes_keep_to_a_small_credit(service):
+    """Though each could be sent at once, and the kernel has room for all: the network has not."""
+    service.commit((0, 1, 2, 3, 4, 5))
+    for part in range(6):
+        service.report([service.event(EVENT_FORWARD, 0, part, nbytes=SMALL_NBYTES)])
+    counters = service.dispatcher.counters()
+    assert (counters["in_flight_nbytes"], counters["queued"]) == (2 * SMALL_NBYTES, 4)
+    assert service.written(0, 6) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("service", [(1, 16 * SMALL_NBYTES, [True])], indirect=True)
+def test_a_small_write_beside_a_large_credit_is_delivered_when_it_is_posted(service):
+    service.commit((0, 1))
+    service.report([service.event(EVENT_FORWARD, 0, 0, nbytes=SMALL_NBYTES)])
+    assert service.dispatcher.counters()["in_flight_nbytes"] == 0
+    service.report([service.event(EVENT_FORWARD, 0, 1, nbytes=SMALL_NBYTES)])
+    assert service.written(0, 2) == [0, 1]
 
 
 @pytest.mark.parametrize("service", [(1, 0, [True])], indirect=True)

@@ -56,7 +56,6 @@ static void *post(void *argument)
     uint32_t number = (uint32_t)(uintptr_t)argument, slot = number / 2;
     struct side *mine = &sides[number % 2], *theirs = &sides[!(number % 2)];
     uint32_t round = 0;
-    int is_delivered;
     for (; bps_now_ns() < end_ns; round++) {
         uint64_t *source = mine->source[slot];
         uint32_t stream = (slot + round) % N_STREAMS;
@@ -66,6 +65,7 @@ static void *post(void *argument)
         CHECK(bps_slots_next(&theirs->slots, slot) == round + 1);
         for (uint32_t i = 0; i < n_words[slot]; i++)
             source[i] = round + 1 + slot;
+        int is_delivered = round % 5 != 0;
         CHECK(bps_stream_post(mine->streams[stream], slot, round + 1, 0, (uint64_t)source, 8 * n_words[slot],
                               &is_delivered) == 0);
         if (is_delivered)
@@ -106,7 +106,7 @@ static void live_and_die(uint32_t number)
 {
     struct bps_stream *ends[2];
     struct bps_slots slots[2];
-    int fds[2], is_delivered;
+    int fds[2], is_delivered = 1;
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
     for (int i = 0; i < 2; i++) {
         CHECK(bps_slots_init(&slots[i], 1, EPOCH) == 0);
