@@ -466,4 +466,5 @@ cdef class Channel:
 
 
 include "direct_repeated.pxi"
+include "direct_options.pxi"
 include "direct_collectives.pxi"

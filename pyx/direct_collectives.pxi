@@ -29,10 +29,7 @@ cdef class DirectCalls:
     kind
         The type of the tensors: it has a DLPack exchange table, and tensors an `is_neg()`.
     options
-        By method the type of a call's options, which have an `asyncOp`, and a `reduceOp` and a `rootRank` if torch's
-        have.
-    hash_of_sum
-        The hash of the `reduceOp` that is to sum.
+        By method how a call's options are read; they have a `rootRank` if torch's have.
     turn
         Its `is_idle` says that no other call of the group waits or runs.
     lock, count
@@ -55,9 +52,8 @@ cdef class DirectCalls:
     cdef bps_port *native
     cdef dict deferred, known
     cdef object port, kind, turn, what, looks, acquire, release, opts
-    cdef object of_sum, of_reduce, of_broadcast, of_gather, of_scatter, of_all_to_all, of_barrier
+    cdef CallOptions of_sum, of_reduce, of_broadcast, of_gather, of_scatter, of_all_to_all, of_barrier
     cdef CallCount count
-    cdef Py_hash_t hash_of_sum
     cdef const bps_dl_exchange *exchange
     cdef int places[64]
     cdef uint64_t began_ns
@@ -76,9 +72,9 @@ cdef class DirectCalls:
     cdef readonly uint64_t n_calls
 
     def __cinit__(self, Channel channel not None, port, dict deferred not None, places, kind, dict options not None,
-                  Py_hash_t hash_of_sum, turn, lock, CallCount count not None, what):
+                  turn, lock, CallCount count not None, what):
         self.channel, self.deferred, self.kind, self.turn = channel, deferred, kind, turn
-        self.hash_of_sum, self.count, self.what, self.known = hash_of_sum, count, what, {}
+        self.count, self.what, self.known = count, what, {}
         self.of_sum, self.of_reduce, self.of_broadcast = options["allreduce"], options["reduce"], options["broadcast"]
         self.of_gather, self.of_scatter = options["allgather"], options["reduce_scatter"]
         self.of_all_to_all, self.of_barrier = options["alltoall"], options["barrier"]
@@ -100,7 +96,7 @@ cdef class DirectCalls:
         bps_direct_prepare(&self.channel.channel, self.nbytes)
         try:
             tensor = (<list>tensors)[0]
-            if hash(opts.reduceOp) != self.hash_of_sum or not self._can_sum(tensor, &found):
+            if not self.of_sum.ask_for_sum(opts) or not self._can_sum(tensor, &found):
                 return False
             work.kind, work.nbytes, work.sum = BPS_DIRECT_SUM, self.nbytes, self.sum
             work.to = <char *>found.data + found.byte_offset
@@ -118,7 +114,7 @@ cdef class DirectCalls:
             return False
         try:
             tensor, root = (<list>tensors)[0], opts.rootRank
-            if hash(opts.reduceOp) != self.hash_of_sum or not 0 <= root < self.channel.channel.port.n:
+            if not self.of_reduce.ask_for_sum(opts) or not 0 <= root < self.channel.channel.port.n:
                 return False
             work.kind, work.nbytes = BPS_DIRECT_SUM, self._view(tensor, &found)
             if work.nbytes == 0:
@@ -226,7 +222,7 @@ cdef class DirectCalls:
             return False
         try:
             nbytes = self._view(output, &own)
-            if (nbytes == 0 or hash(opts.reduceOp) != self.hash_of_sum
+            if (nbytes == 0 or not self.of_scatter.ask_for_sum(opts)
                     or not self._views(inputs, whole, &own, <char **>scatter.from_, scatter.nbytes)
                     or scatter.nbytes[self.channel.channel.port.me] != nbytes):
                 return False
@@ -294,9 +290,9 @@ cdef class DirectCalls:
         cdef bps_dl_tensor found
         return self._view(x, &found) != 0 and found.ndim > 0 and found.shape[0] % self.channel.channel.port.n == 0
 
-    cdef bint _enter(self, opts, kind) except -1:
-        """Take the lock for a call; return whether one can be made here, of whose options *kind* is the type."""
-        if (self.refuses or type(opts) is not kind or self.turn.is_idle is not True or opts.asyncOp is not False
+    cdef bint _enter(self, opts, CallOptions kind) except -1:
+        """Take the lock for a call; return whether one can be made here, of options of that *kind*."""
+        if (self.refuses or not kind.are_awaited(opts) or self.turn.is_idle is not True
                 or self.acquire(False) is not True):
             return False
         if (self.count.is_inside or self.channel.busy or self.channel.refuses or self.channel.is_broken

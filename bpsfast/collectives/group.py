@@ -27,7 +27,7 @@ from ..orchestration.errors import (
     UnsupportedError,
 )
 from ..orchestration.placement.partition import OPS
-from ..pyx.direct import DONE, MOST_RANKS, CallCount, DirectCalls
+from ..pyx.direct import DONE, MOST_RANKS, CallCount, CallOptions, DirectCalls
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.guarded_port import LATER_S
@@ -334,7 +334,7 @@ class Group:
             units.append(stream.unit)
         self._check(text, self._go(descriptors, units))
 
-    def calls_at_once(self, kind: type, options: dict[str, type], hash_of_sum: int, turn: object,
+    def calls_at_once(self, kind: type, options: dict[str, CallOptions], turn: object,
                       timeout_s: Callable[[Any], float], failed: Callable[[BaseException], BaseException]
                       ) -> DirectCalls | None:
         """Return what makes calls of tensors of type *kind* in the least time (`pyx.direct.DirectCalls`).
@@ -348,8 +348,7 @@ class Group:
         try:
             if self._at_once is None and self._broken is None and not self._closed and not self._count.is_inside:
                 what = _CallsAtOnce(self, self._machine_channel, timeout_s, failed)
-                self._at_once = self._machine_channel.direct_calls(kind, options, hash_of_sum, turn, self._lock,
-                                                                   self._count, what)
+                self._at_once = self._machine_channel.direct_calls(kind, options, turn, self._lock, self._count, what)
         except TypeError:
             self._unreadable.add(kind)
             return None

@@ -191,9 +191,10 @@ def test_a_tensor_is_held_while_it_is_summed():
 
     def run(channel, me, _n):
         tensors = [torch.ones(4000)]
+        options = direct.CallOptions(Options, [1])
         kinds = dict.fromkeys(("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall",
-                               "barrier"), Options)
-        calls = direct.DirectCalls(channel, port(), {}, range(2), torch.Tensor, kinds, hash(1), Turn, threading.RLock(),
+                               "barrier"), options)
+        calls = direct.DirectCalls(channel, port(), {}, range(2), torch.Tensor, kinds, Turn, threading.RLock(),
                                    direct.CallCount(), What())
         is_alive = weakref.ref(tensors[0])
         seen = []

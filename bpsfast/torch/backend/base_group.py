@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ...collectives.group import Group
 from ...collectives.serial_executor import SerialExecutor
 from ...orchestration.errors import BpsError
+from ...pyx.direct import CallOptions
 from ...trainer.session import Session
 from . import torch_compat, worlds
 from .device_calls import current
@@ -36,8 +38,15 @@ _OPTIONS: dict[str, type] = {
     "allgather": AllgatherOptions, "reduce_scatter": dist.ReduceScatterOptions, "alltoall": dist.AllToAllOptions,
     "barrier": dist.BarrierOptions}
 _AT_ONCE = (*_OPTIONS, "all_gather_single", "reduce_scatter_single", "all_to_all_single")
-#: The hash of a ReduceOp is its operation's number; to compare hashes takes half of the time of comparing the objects.
-_HASH_OF_SUM = hash(dist.ReduceOp(dist.ReduceOp.SUM))
+
+
+@functools.cache
+def _call_options() -> dict[str, CallOptions]:
+    """Return by method how the options of its calls are read."""
+    ops = [dist.ReduceOp(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN,
+                                        dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)]
+    return {name: CallOptions(kind, ops if hasattr(kind, "reduceOp") else None) for name, kind in _OPTIONS.items()}
+
 
 #: Device types whose tensors a group takes, in the order in which torch lists those of gloo.
 _DEVICE_TYPES = ("cuda", "cpu")
@@ -174,7 +183,7 @@ class BaseGroup(NamedGroup):
     def _prepare(self) -> None:
         """Let later calls that are waited for be made without a `Work`, if the ranks move the bytes themselves."""
         if self._coalesced is None and self._executor.is_idle and not self.session.settings.host_device:
-            calls = self._group.calls_at_once(torch.Tensor, _OPTIONS, _HASH_OF_SUM, self._executor,
+            calls = self._group.calls_at_once(torch.Tensor, _call_options(), self._executor,
                                               lambda opts: torch_compat.timeout_of(opts, self._group.timeout_s),
                                               self._noted_failure)
             if calls is not None:
