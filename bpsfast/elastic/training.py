@@ -22,6 +22,7 @@ from ..orchestration.errors import PeerLostError
 from ..trainer import process
 from ..trainer.broadcaster import broadcast_bytes
 from ..trainer.handle import push_pull
+from . import drift
 from .coordinator_client import CoordinatorClient, TrainingOver, current_client
 
 
@@ -97,16 +98,39 @@ class State(ABC):
         self.check()
 
     def sync(self) -> None:
-        """Share the state of the rank with most commits (the lowest such rank) with all, and keep it. On all ranks."""
+        """Share the state of the rank with most commits (the lowest such rank) with all, and keep it. On all ranks.
+
+        Ranks with equally many commits should have the same state: what differs from the root's is logged as a warning.
+        """
         session = process.current()
-        commits = np.zeros(session.size, np.int64)
-        commits[session.rank] = self.n_commits
-        found = push_pull(commits, name="bpsfast.elastic/commits", average=False)
+        mine = self.digests() if self.n_commits else {}
+        own = np.zeros((2, session.size), np.int64)
+        own[:, session.rank] = self.n_commits, drift.total(mine)
+        found, totals = push_pull(own, name="bpsfast.elastic/commits", average=False)
         root = int(np.argmax(found))
         n_commits = int(found[root])
+        peers = found == n_commits
+        if n_commits and len({*totals[peers].tolist()}) > 1:
+            self._name_drift(mine, root, bool(peers[session.rank]))
         self.give(root)
         self.n_commits = max(1, n_commits)  # even without a commit more than a newcomer's
         self.keep()
+
+    def digests(self) -> dict[str, bytes]:
+        """Return digests, by name, of what was kept last and is the same on all ranks; {}: none is known."""
+        return {}
+
+    def _name_drift(self, mine: dict[str, bytes], root: int, is_peer: bool) -> None:
+        """Log what differs here from rank *root*'s state, which all ranks get; *is_peer*: with as many commits."""
+        rank = process.rank()
+        theirs = pickle.loads(broadcast_bytes(pickle.dumps(mine) if rank == root else None, root, "elastic digests"))
+        names = drift.different(mine, theirs) if is_peer else []
+        if names:
+            more = f" and {len(names) - drift.MOST_NAMED} more" if len(names) > drift.MOST_NAMED else ""
+            _log.warning("drift: after %d commits rank %d has other values than rank %d in %s%s; all ranks go on with "
+                         "rank %d's. What each rank computes from its own data, such as the statistics of batch "
+                         "normalization, has to be averaged, or left out of the state", self.n_commits, rank, root,
+                         ", ".join(names[:drift.MOST_NAMED]), more, root)
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
         """Adapt to the job that was joined, whose size may differ."""
@@ -150,6 +174,14 @@ class AttributeState(State):
     def _state_of(self, value: Any) -> Any:
         """Return what is kept of the attribute *value*."""
         return value
+
+    def digests(self) -> dict[str, bytes]:
+        """See `State`."""
+        return drift.digests(self._saved, self._as_array)
+
+    def _as_array(self, value: Any) -> np.ndarray[Any, Any] | None:
+        """Return a tensor in what is kept as an array of NumPy; None of anything else."""
+        return None
 
 
 class ObjectState(AttributeState):
@@ -212,25 +244,38 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     TrainingOver
         The training has ended meanwhile, without this worker: a SystemExit, of code 0. Also from `bpsfast.init`.
     """
+    return run_in_jobs(train, lambda: None, lambda: None)
+
+
+def run_in_jobs(train: Callable[..., _Result], joined: Callable[[], None],
+                leaving: Callable[[], None]) -> Callable[..., _Result]:
+    """As `run`, for an API that has a part of its own in each job.
+
+    *joined* begins it, if it has not begun, once this process has joined a job; *leaving* ends it before the process
+    leaves a job, which may have lost workers.
+    """
     @functools.wraps(train)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
         if process.session() is None:
             process.init()
         member = current_client()
         if member is None:
+            joined()
             state.sync()
             return train(state, *args, **kwargs)
-        return _in_jobs(member, state, lambda: train(state, *args, **kwargs))
+        return _in_jobs(member, state, lambda: train(state, *args, **kwargs), joined, leaving)
 
     return wrapped
 
 
-def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Result]) -> _Result:
+def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Result], joined: Callable[[], None],
+             leaving: Callable[[], None]) -> _Result:
     is_further = False
     while True:
         returned: list[_Result] = []
         reason = ""
         try:
+            joined()
             if is_further:
                 state.on_reset()
             state.sync()
@@ -238,6 +283,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             returned = [train()]
             process.barrier()  # no rank leaves while others may still have to go back to a commit
         except WorkersJoined:
+            leaving()
             process.shutdown()
         except Exception as exc:
             lost = peer_loss_of(exc)
@@ -245,6 +291,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
                 raise
             reason, lost = str(lost), None  # its traceback refers to objects of the job that is left
             _log.warning("back to the last commit, because the job has lost a worker: %s", reason)
+            leaving()
             process.abandon(reason)
             if not returned:  # else this may have been the end, and what it has led to is the result
                 state.restore()

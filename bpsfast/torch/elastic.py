@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -97,6 +98,11 @@ class TorchState(AttributeState):
         if isinstance(value, torch.optim.Optimizer):
             return user_state_dict(value)
         return value.state_dict() if _is_stateful(value) else value
+
+    def _as_array(self, value: Any) -> np.ndarray[Any, Any] | None:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return None
+        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
     def _load(self, name: str, value: Any, found: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
