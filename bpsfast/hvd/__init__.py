@@ -11,23 +11,15 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from ..orchestration.errors import UnsupportedError
-
 if TYPE_CHECKING:
     from .torch import *  # noqa: F403
     from .torch import __all__ as __all__
 
 
-class _NotThereError(UnsupportedError, AttributeError):
-    """A part of Horovod's API that bpsfast does not have."""
-
-
 def __getattr__(name: str) -> object:
     """Return *name* of `bpsfast.hvd.torch`."""
-    if name == "elastic":
-        raise _NotThereError("bpsfast.hvd.elastic is not there yet: operations of Horovod's API do not follow a "
-                             "program from job to job. bpsfast.elastic has run, TorchState and ElasticSampler, for "
-                             "programs that use bpsfast.torch")
+    if name == "elastic":  # programs use it without importing it
+        return importlib.import_module(f"{__name__}.elastic")
     is_special = name.startswith("__") and name != "__all__"
     if not is_special and importlib.util.find_spec(f"{__name__}.{name}") is None:  # submodules are imported as usual
         api = importlib.import_module(f"{__name__}.torch")

@@ -361,7 +361,7 @@ class NegotiatedExchange:
         title = f"process set {process_set.process_set_id}: "
         edition = runtime.current().session.tensors.model_number(title + name for name, _ in named)
         self.prefix = f"edition {edition}: " if edition else ""  # two optimizers may have parameters of the same names
-        observe_gradients(self, named)
+        self._hooks = observe_gradients(self, named)
 
     @property
     def averaged(self) -> bool:
@@ -429,7 +429,7 @@ class NegotiatedExchange:
             self.used.unfreeze(name)
             self._begin((name,))
             under_way[(name,)] = self._under_way.pop((name,))
-        observe_gradients(self, [(name, self.parameters[name]) for name in unfrozen])
+        self._hooks += observe_gradients(self, [(name, self.parameters[name]) for name in unfrozen])
         with torch.no_grad():
             for reduction in under_way.values():
                 self._finish(reduction)
@@ -474,6 +474,17 @@ class NegotiatedExchange:
         self.synchronized = False
         self._under_way.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: learning rates do not count here."""
+
+    def abandon(self) -> None:
+        """As `Exchange.abandon`."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._under_way.clear()
 
     def alias_gradients(self) -> None:
         """Do nothing: these gradients have no shared memory."""

@@ -141,17 +141,20 @@ def DistributedOptimizer(
     wrapped = wrap(optimizer, backward_passes_per_step, _DistributedOptimizer)
     wrapped.op, wrapped.process_set = reduction, process_set
     wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
-    if runtime.current().size == 1 or not named or not process_set.included():
-        return wrapped
-    if is_dense_path:
-        wrapped._exchange = DenseExchange(named, compression, backward_passes_per_step, reduction,
-                                          gradient_predivide_factor, sparse_as_dense)
+
+    def exchange(passes: int) -> DenseExchange | NegotiatedExchange | None:
+        if runtime.current().size == 1 or not named or not process_set.included():
+            return None
+        if is_dense_path:
+            return DenseExchange(named, compression, passes, reduction, gradient_predivide_factor, sparse_as_dense)
+        return NegotiatedExchange(named, compression, passes, reduction, gradient_predivide_factor,
+                                  _groups(groups, named, process_set), sparse_as_dense, process_set)
+
+    wrapped._make_exchange = exchange
+    wrapped._exchange = exchange(backward_passes_per_step)
+    if wrapped._exchange is not None:
+        wrapped._exchange.used.members = parameters_of(wrapped)
         wrapped._exchange.follow(wrapped)
-    else:
-        wrapped._exchange = NegotiatedExchange(
-            named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,
-            _groups(groups, named, process_set), sparse_as_dense, process_set)
-    wrapped._exchange.used.members = parameters_of(wrapped)
     return wrapped
 
 

@@ -28,7 +28,6 @@ from .service import NegotiationService, Operation
 from .timeline import Timeline
 
 _current: Runtime | None = None
-_n_begun = 0  # the same on all ranks: it tells the channels of this `init` from those of an earlier one
 
 
 class JoinProxy(Protocol):
@@ -199,27 +198,39 @@ class Runtime:
 
     def close(self) -> None:
         """Leave all sets, and the job if this joined it."""
-        reason = process.failure() or ""
         try:
-            while self._services:  # including sets that are opened meanwhile
-                self._close(max(self._services), reason)
-            self.stop_timeline()
+            self.leave_sets()
         finally:
             if self._owns_session:
                 process.shutdown()
 
+    def leave_sets(self) -> None:
+        """Leave all sets."""
+        reason = process.failure() or ""
+        while self._services:  # including sets that are opened meanwhile
+            self._close(max(self._services), reason)
+        self.stop_timeline()
+
+
+class _BegunCount:
+    """How often this API was begun in a job: it tells the channels of one `init` from those of an earlier one."""
+
+    def __init__(self, session: Session) -> None:
+        self.n = 0
+
 
 def begin() -> Runtime:
     """Join the job unless this process has, and return its `Runtime`; raises as `bpsfast.init`."""
-    global _current, _n_begun
+    global _current
     if _current is not None and not _current.session.closed:
         _current.session.require_open()
         return _current
     owns_session = process.session() is None
     process.init()
-    _n_begun += 1
     try:
-        _current = Runtime(process.current(), owns_session, _n_begun)
+        count = process.current().extension(_BegunCount)
+        count.n += 1  # the same on all ranks
+        _current = Runtime(process.current(), owns_session, count.n)
     except BaseException:
         if owns_session:
             process.shutdown()
@@ -235,6 +246,15 @@ def end() -> None:
     atexit.unregister(end)
     if found is not None and found.session.pid == os.getpid():
         found.close()
+
+
+def leave() -> None:
+    """As `end`, for a caller that leaves the job itself, which may have lost ranks."""
+    global _current
+    found, _current = _current, None
+    atexit.unregister(end)
+    if found is not None and found.session.pid == os.getpid():
+        found.leave_sets()
 
 
 def is_begun() -> bool:

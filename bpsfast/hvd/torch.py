@@ -10,7 +10,7 @@ Operations are matched by name, in whatever order each rank begins its own.
 from __future__ import annotations
 
 from ..torch.compression import Compression
-from . import basics, capabilities, collective_ops
+from . import basics, capabilities, collective_ops, elastic
 from .basics import *  # noqa: F403
 from .capabilities import *  # noqa: F403
 from .collective_ops import *  # noqa: F403
@@ -39,6 +39,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "global_process_set",
     "poll",
     "remove_process_set",
