@@ -22,8 +22,8 @@ cdef class CallOptions:
     """Reads whether a caller waits, and whether it asks for a sum, from options of type *kind*.
 
     torch's bindings make a Python object for each attribute that is read, which takes 0.1 us for `asyncOp` and 0.4 for
-    `reduceOp`: an eighth of a small sum. So the one byte of the C++ object is looked for which follows every value that
-    is given to the attribute; where there is none, attributes are read.
+    `reduceOp`: an eighth of a small sum. So this finds the only byte of the C++ object that always equals the attribute;
+    if there is none, attributes are read.
 
     Parameters
     ----------
@@ -72,8 +72,11 @@ cdef Py_ssize_t _byte_of(kind, str attribute, dict values) except -2:
             or not hasattr(kind, attribute)):
         return -1
     for number in sorted([*values] * 3):
-        opts = kind()
-        setattr(opts, attribute, values[number])
+        try:
+            opts = kind()
+            setattr(opts, attribute, values[number])
+        except (TypeError, AttributeError):
+            return -1
         value = bps_pybind_value(opts)
         if value == NULL:
             return -1

@@ -4,7 +4,7 @@
  * delivered when the peer's kernel has acknowledged every byte (SIOCOUTQ): then credit returns, and the source may be used
  * again. The posting thread itself sends a small write that is the only one, here and in the kernel, and it counts as
  * delivered at once: waking the I/O thread takes longer, and one write in the kernel delays no other. Not where it is a
- * large part of the credit, though: then more would be under way than the queues of the network were said to hold.
+ * large part of the credit, though: then more would be under way than the credit allows.
  *
  * What comes in is checked against its slot before a byte of payload is taken (`write_in.h`), and reported through the
  * engine's hooks (`hooks.h`). Nothing here waits for anything but the wire, so every posted write completes whatever

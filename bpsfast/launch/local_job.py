@@ -30,7 +30,7 @@ from .namespaces.cluster import Cluster, Machine
 from .namespaces.faulty_link import FaultyLink
 from .output import Output
 from .processes import Command, Kind, thread_defaults
-from .supervisor import Limits, Supervisor
+from .supervisor import GRACE_S, Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"
 _LOOPBACK = "127.0.0.1"
@@ -180,7 +180,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
                 base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
         for i in range(n_local)]
     logs.set_identity("launcher")
-    return Supervisor(commands).run()
+    return Supervisor(commands, limits=Limits(grace_s=GRACE_S)).run()
 
 
 def check_program(program: Sequence[str]) -> None:

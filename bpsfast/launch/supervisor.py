@@ -42,6 +42,10 @@ from .ssh import SILENT_HOST_S
 #: The phases in which the job goes on.
 _GOES_ON = ("run", "grace", "leaving")
 _STOPPED = "got SIGTERM"
+#: SIGTERM counts once in this time: some senders (timeout(1)) send it to a process, and then to its group.
+_SAME_SIGNAL_S = 1.0
+#: Time after SIGTERM for ranks to end by themselves, by default: that of Kubernetes for a pod.
+GRACE_S = 30.0
 #: How long a launcher that got a signal waits for the reader of its last lines.
 _DELIVERY_S = 0.5
 
@@ -97,6 +101,8 @@ class Supervisor:
         self._has_no_next_job = False  # the elastic service forms no further job
         self._is_joined = False  # a rank has joined the job
         self._stopped: tuple[str, int] | None = None  # reason and exit code, if the launcher ends the job
+        self._told_s: float | None = None  # when the launcher got its first signal
+        self._job_ends_s = float("inf")
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
 
@@ -123,7 +129,7 @@ class Supervisor:
 
     def _start(self) -> None:
         if self._limits.job_s is not None:
-            self._deadline = time.monotonic() + self._limits.job_s
+            self._deadline = self._job_ends_s = time.monotonic() + self._limits.job_s
         for host in self._hosts:
             host.open(self._events)
         if self._workers is not None:
@@ -198,7 +204,7 @@ class Supervisor:
         set_watched(self._selector, self._events, selectors.EVENT_READ, self._on_processes, wanted=False)
         until_s = float("inf")
         while self._output.pending_nbytes and (now := time.monotonic()) < until_s:
-            if self._stopped is not None and until_s == float("inf"):
+            if (self._stopped is not None or self._told_s is not None) and until_s == float("inf"):
                 until_s = now + _DELIVERY_S
             self._attend(None if until_s == float("inf") else until_s - now)
 
@@ -207,15 +213,14 @@ class Supervisor:
             if self._phase in ("run", "grace") and self._is_waited_for(process):
                 continue
             is_spare = process in self._restarted and process.code != 0
-            if self._phase == "grace" and process.command.kind is Kind.RANK and (
-                    process.code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
-                self._stop(_STOPPED, 128 + signal.SIGTERM)  # its program does not wait for the end of a step
-            elif self._phase in _GOES_ON and (self._can_lose(process) or is_spare):
+            if self._phase in _GOES_ON and (self._can_lose(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._errors[process].release()
                 self._lost.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
+            elif self._phase == "grace" and self._follows_signal(process):
+                pass
             elif process.code != 0 and (self._phase in (*_GOES_ON, "failed")
                                         or (process.is_lost and self._stopped is None)):
                 # the loss of a host may be known only after the processes that missed it have ended
@@ -227,6 +232,15 @@ class Supervisor:
             if self._phase in ("run", "grace") and self._has_trained():
                 self._enter("leaving")
                 self._dismiss()
+            elif self._phase == "grace" and not self._running_ranks:
+                self._stop(_STOPPED, 128 + signal.SIGTERM)
+
+    def _follows_signal(self, process: Process) -> bool:
+        """Whether *process* ended as it was told by SIGTERM, or because another one did: others may still be saving."""
+        if process.command.kind is Kind.RANK and process.code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            self._stopped = (_STOPPED, 128 + signal.SIGTERM)
+        return process.code != 0 and (
+            self._stopped is not None or (process.command.kind is not Kind.RANK and process.code == ABORTED))
 
     def _dismiss(self) -> None:
         """End the daemons if no rank has ever attached to them: the program does not use bpsfast."""
@@ -288,12 +302,14 @@ class Supervisor:
                       "term": limits.after_sigterm_s, "kill": AFTER_SIGKILL_S}[phase]
         self._phase = phase
         self._deadline = time.monotonic() + duration_s
+        if phase == "grace":
+            self._deadline = min(self._deadline, self._job_ends_s)
 
     def _next_phase(self) -> None:
         """Enter the next phase: the time of the present one is over."""
         running = self._running
         names = ", ".join(process.command.name for process in running)
-        if self._phase == "run":
+        if self._phase == "run" or (self._phase == "grace" and time.monotonic() >= self._job_ends_s):
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", JOB_TIMEOUT)
         elif self._phase == "grace":
             ranks = [process.command.name for process in self._running_ranks]
@@ -342,8 +358,15 @@ class Supervisor:
 
     def _on_signals(self, signals: SignalEvents) -> None:
         for number in signals.take():
+            is_first = self._told_s is None
+            is_same = not is_first and number == signal.SIGTERM and self._phase == "grace" and (
+                time.monotonic() - (self._told_s or 0.0) < _SAME_SIGNAL_S)
+            self._told_s = time.monotonic() if self._told_s is None else self._told_s
+            if is_same:
+                continue
             if (number == signal.SIGTERM and self._phase == "run" and self._limits.grace_s > 0
                     and self._running_ranks):
+                self._output.hurry()
                 self._output.say(f"{_STOPPED}: the ranks have {self._limits.grace_s:g} s to end")
                 self._enter("grace")
                 for process in self._running_ranks:
@@ -351,8 +374,9 @@ class Supervisor:
             elif self._stopped is None and self._phase != "grace":
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
             else:  # the second one: at once
+                if self._phase == "grace":
+                    self._output.say(f"got {signal.Signals(number).name}: killing all processes")
                 self._stopped = self._stopped or (_STOPPED, 128 + number)
-                self._output.hurry()
                 self._kill()
 
     def _stop(self, why: str, code: int) -> None:

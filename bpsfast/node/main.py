@@ -27,7 +27,7 @@ from .._version import __version__
 from ..base import logs
 from ..base.addresses import is_loopback, listening_socket, local_host, unreachable_hint
 from ..base.end_reports import report
-from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, OK, code_of_daemon
+from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.job_key import default_node_id, job_key
 from ..base.process_identity import is_below_launcher
 from ..base.resources import allow_all_descriptors
@@ -399,8 +399,6 @@ class Node:
         # The sender of the signal knows of it; the ranks are told.
         self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
                   level=logging.INFO, code=FAILED)
-        if self._exit_code == LEFT_BEHIND and name == "SIGTERM":  # the others sum again what it owned
-            self._exit_code = OK
 
     def _check_gathered(self) -> None:
         if self._membership is None and self._exit_code is None:

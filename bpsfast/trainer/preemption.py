@@ -1,8 +1,8 @@
 """Preemption: SIGTERM to any rank, or to the launcher, ends the training of all ranks after the same step.
 
 Every call of `preempted` sums over all ranks whether one has got the signal, and returns what the sum of the call
-before says: that one is complete, because all ranks have begun this step, so no call waits for the network. All ranks
-get the same sums, so all of them leave at the same call, and nothing else has to be agreed.
+before says. In a step that waits for all ranks itself, that sum is complete, and the call does not wait. All ranks get
+the same sums, so all of them leave at the same call, and nothing else has to be agreed.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base import hooks
 from ..orchestration.errors import UnsupportedError
 from . import handle, process
 from .session import Session
@@ -24,8 +25,8 @@ _NAME = "bpsfast preempted"
 def preempted() -> bool:
     """Return whether the training is to end now: a rank, or the launcher, was told to end by SIGTERM.
 
-    All ranks call it once a step, at the same place, and get True at the same call, one step after the signal at the
-    earliest; then the program saves what it needs and returns::
+    All ranks call it once a step, at the same place, and get True at the same call, which follows the signal by a step
+    in jobs of several ranks; then the program saves what it needs and returns::
 
         for batch in batches:
             train(batch)
@@ -33,34 +34,39 @@ def preempted() -> bool:
                 save()
                 break
 
-    From the first call until `bpsfast.shutdown` SIGTERM does not end this process, but its forks as before; a handler
-    that the program had set is called as well. `bpsfast run` gives the ranks ``--grace`` seconds to end.
+    From the first call on, SIGTERM does not end this process while it is in a job, nor once it has come; it still ends
+    processes that this one forks. A handler of Python that the program had set is called as well. `bpsfast run` gives
+    the ranks ``--grace`` seconds to end, and sends the signal to the process that it started for each rank, not to
+    children of that: the command must become the program (``exec python train.py`` in a shell). Under torchrun, which
+    sends it to all processes of a rank, the workers of data loaders end at once.
 
-    Main thread, at the first call; no other one at a time. Costs one push_pull of four bytes in the background.
+    Make the first call in the main thread, and never two at once. Costs a push_pull of four bytes in the background.
+    Asynchronous training is held together by it: no rank gets further ahead than a call.
 
     Raises
     ------
     UnsupportedError
         If the first call is not made in the main thread, where alone Python sets signal handlers.
     ClosedError, StallError, PeerLostError
-        See there: other ranks have made fewer calls, or are lost.
+        As `push_pull`: another rank does not call it, or is lost.
     """
     return process.current().extension(Preemption).step()
 
 
 class SigtermNotice:
-    """Notes that this process has got SIGTERM, instead of ending by it, from `install` until `restore`.
+    """Notes that this process has got SIGTERM, instead of ending by it, from `install` on.
 
-    Raises `UnsupportedError` outside the main thread.
+    *is_wanted* returns whether the process is in a job: otherwise it ends, as before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_wanted: Any) -> None:
         self.has_come = False
+        self._is_wanted = is_wanted
         self._before: Any = None
         self._pid = 0
 
     def install(self) -> None:
-        """Set the handler. Nothing if it is set."""
+        """Set the handler, once. Raises `UnsupportedError` outside the main thread."""
         if self._pid == os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
@@ -69,28 +75,29 @@ class SigtermNotice:
                                    "Python sets signal handlers")
         self._pid, self._before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
 
-    def restore(self) -> None:
-        """Set the earlier handler again, unless the signal has come, or the program has set another one since."""
-        if self._pid != os.getpid() or self.has_come or threading.current_thread() is not threading.main_thread():
-            return
+    def leave(self) -> None:
+        """Set the earlier handler again, unless the program has set another one since: in a fork, for example."""
         self._pid = 0
         if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def leave_to_default(self) -> None:
-        """In a fork: end by SIGTERM, as processes do that others end so (the workers of a data loader)."""
-        if self._pid and signal.getsignal(signal.SIGTERM) == self._note:
-            self._pid = 0
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.has_come and not self._is_wanted():
+            self.leave()
+            os.kill(os.getpid(), number)
+            return
         self.has_come = True
         if callable(self._before):
             self._before(number, frame)
 
 
-_notice = SigtermNotice()
-os.register_at_fork(after_in_child=_notice.leave_to_default)
+def _is_in_job() -> bool:
+    """Whether this process is in a job, or between two of an elastic program."""
+    return process.session() is not None or hooks.current_elastic_client() is not None
+
+
+_notice = SigtermNotice(_is_in_job)
+os.register_at_fork(after_in_child=_notice.leave)
 
 
 class Preemption:
@@ -113,7 +120,3 @@ class Preemption:
             told = np.full(1, _notice.has_come, np.float32)
             self._sum = handle.push_pull_async(told, average=False, name=_NAME, out=told)
         return self._is_over
-
-    def close(self) -> None:
-        """Let SIGTERM end this process again, if it has not come."""
-        _notice.restore()

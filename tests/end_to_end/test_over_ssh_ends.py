@@ -74,6 +74,20 @@ def test_one_signal_ends_everything_everywhere(hosts, trainer, number):
     assert took_s < remote_hosts._END_S, "SIGKILL after 1.5 s: no host is left to give up by itself"
 
 
+def test_ranks_on_other_hosts_get_sigterm_first(hosts, trainer):
+    """They alone, so their children can work on."""
+    saves = ("import signal, subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\ndef save(*_):\n"
+             "    print('saved', child.poll(), flush=True)\n    sys.exit(0)\nsignal.signal(signal.SIGTERM, save)\n")
+    with hosts.launch("run", "-H", "gpu1:1,gpu2:1", *trainer(saves + WAIT)) as launcher:
+        for _ in range(2):
+            assert "waiting" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0 and "got SIGTERM: the ranks have 30 s to end" in err, err
+    assert sum("saved None" in line for line in out.splitlines()) == 2
+    assert is_empty(hosts)
+
+
 def test_a_lost_host_is_named(hosts, trainer):
     with hosts.launch("run", "-H", "gpu1,gpu2", *trainer(WAIT)) as launcher:
         for _ in range(2):

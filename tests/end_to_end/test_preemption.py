@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +24,7 @@ for step in range(1, 100_001):
     if step == 5:
         print("trains", os.getpid(), flush=True)
     if bpsfast.preempted():
+        time.sleep(globals().get("SLOW", 0.0))
         np.save(os.path.join(FOLDER, f"{bpsfast.rank()}.npy"), np.append(weights, step))
         assert bpsfast.preempted(), "it stays so"
         break
@@ -136,31 +136,39 @@ def test_a_program_that_does_not_ask_ends_at_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_helper_that_is_told_to_end_ends_with_0_and_the_job_goes_on(tmp_path):
-    with launch(tmp_path, "--ranks", "1,1", "--helpers", "1") as job:
+def test_an_elastic_job_ends_as_a_whole(tmp_path):
+    with launch(tmp_path, "-n", "2", "--elastic", "--lost-worker", "wait") as job:
         pids_of(job, 2)
-        (helper,) = [pid for pid in children_of(job.pid) if is_helper(pid)]
-        end = os.pidfd_open(helper)
-        try:
-            os.kill(helper, signal.SIGTERM)
-            assert select.select([end], [], [], 30.0)[0]
-            assert exit_status(helper) == 0
-        finally:
-            os.close(end)
-        assert job.poll() is None
         job.send_signal(signal.SIGTERM)
         out, err = job.communicate(timeout=90)
     assert job.returncode == 0 and out.count("saved") == 2, err
     require_same_step(tmp_path, 2)
 
 
-def is_helper(pid: int) -> bool:
-    return b"BPSFAST_NODE_ID=helper0 " in Path(f"/proc/{pid}/environ").read_bytes()
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_an_elastic_job_whose_workers_are_lost_meanwhile_has_not_ended_well(tmp_path):
+    extra = "bpsfast.preempted = lambda: step > 5 and os.kill(os.getpid(), 9) if GOT else False\nGOT = []\n" \
+            "signal.signal(signal.SIGTERM, lambda *_: GOT.append(1))"
+    with launch(tmp_path, "-n", "2", "--elastic", "--lost-worker", "shrink", extra=extra) as job:
+        pids_of(job, 2)
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=90)
+    assert job.returncode == 128 + signal.SIGTERM and "saved" not in out, err
 
 
-def exit_status(pid: int) -> int:
-    """Return the status of an ended process that its parent has not reaped."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_scheduler_that_is_lost_meanwhile_is_started_again(tmp_path):
+    with launch(tmp_path, "--ranks", "1,1", extra="SLOW = 1.0") as job:
+        pids_of(job, 2)
+        (scheduler,) = [pid for pid in children_of(job.pid)
+                        if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"scheduler\0")]
+        job.send_signal(signal.SIGTERM)
+        os.kill(scheduler, signal.SIGKILL)
+        out, err = job.communicate(timeout=90)
+    assert job.returncode == 0 and out.count("saved") == 2, err
+    require_same_step(tmp_path, 2)
 
 
 def children_of(pid: int) -> list[int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ import msgspec
 
 from ...base import message_socket as channel
 from ...base.message_socket import MessageSocket
-from ...base.resources import is_ready
 from ...orchestration import messages, security
 from ...orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ...pyx import ring
@@ -35,8 +35,6 @@ log = logging.getLogger("bpsfast.node")
 
 #: The longest message of a process that has not proved the job's key; an `Attach` has some kilobytes.
 PENDING_MAX_NBYTES = 64 << 10
-#: How long a lost peer's process, which may have left by itself, is given to end before it is killed.
-_ENDING_S = 0.2
 
 
 class PeerHello(messages.Message):
@@ -159,15 +157,15 @@ class ShmLink:
         return mapped
 
     def end_process(self, timeout_s: float) -> None:
-        """Wait until the peer's process has ended: then it writes nothing any more. Kill it, unless it is just ending.
+        """Kill the peer's process, if it is alive, and wait until it has ended: then it writes nothing any more.
 
         Raises `PeerLostError` if it does not end within *timeout_s*.
         """
-        if is_ready(self.pidfd, _ENDING_S):
-            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        if not is_ready(self.pidfd, timeout_s):
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        if not ended.poll(timeout_s * 1000):
             raise PeerLostError(f"node {self.index} is lost, but its process does not end within {timeout_s:g} s of "
                                 "SIGKILL: it may still write into memory that is shared with this node")
 

@@ -69,8 +69,8 @@ class _Run(click.Command):
               help="File to create, by which `bpsfast add` finds the job.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="End the job after this time.")
-@click.option("--grace", "grace_s", type=click.FloatRange(0), default=30.0, show_default=True, metavar="SECONDS",
-              help="After SIGTERM, which the ranks get first: time for them to end (bpsfast.preempted).")
+@click.option("--grace", "grace_s", type=click.FloatRange(0), metavar="SECONDS",
+              help="After SIGTERM, which the ranks get first: time for them to end (bpsfast.preempted).  [default: 30]")
 @click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process to this folder.")
 @click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
               help="Also write the output of each rank to DIR/rank.N/stdout and stderr.")
@@ -85,7 +85,7 @@ def command(**options: Any) -> None:
     """Run a program as a job."""
     from ...launch import elastic_job, local_job, ssh_job
     from ...launch.output import Output
-    from ...launch.supervisor import Limits
+    from ...launch.supervisor import GRACE_S, Limits
     from ...orchestration.elastic.coordinator import ElasticRules
 
     if options["rate"] is not None and not options["netns"]:
@@ -98,7 +98,8 @@ def command(**options: Any) -> None:
     given = overrides(options["assignments"], max_helpers=options["max_helpers"])
     loaded = settings.load(given, _without_place(os.environ))
     logs.set_identity("launcher")
-    limits = Limits(job_s=options["timeout_s"], grace_s=options["grace_s"])
+    limits = Limits(job_s=options["timeout_s"],
+                    grace_s=GRACE_S if options["grace_s"] is None else options["grace_s"])
     out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(out):
         if plan is None:
