@@ -117,6 +117,16 @@ cdef extern from "direct_calls.h" nogil:
     bps_sum_kernel bps_sum_kernel_of(int, int, int)
     void bps_look_whether_few(bps_separation *)
 
+cdef extern from "large_tensors.h" nogil:
+    struct bps_large_tensors:
+        pass
+    int bps_large_count(bps_large_tensors *, uint64_t, uint64_t)
+    int bps_large_collapse(uint64_t, uint64_t)
+    int bps_huge_pages_exist()
+
+#: Under the GIL.
+cdef bps_large_tensors LARGE_TENSORS
+
 #: What a call ends with.
 DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS_DIRECT_ABORTED, BPS_DIRECT_NODE_DIED
 #: The ranks do not make the same call.
@@ -197,6 +207,14 @@ cdef uint64_t _after(uint64_t now_ns, double timeout_s) noexcept:
     return now_ns + <uint64_t>(min(max(timeout_s, 0.0), 1e9) * 1e9)
 
 
+cdef int _count_large(uint64_t address, uint64_t nbytes) except -1:
+    """Count a sum of a tensor, which may get huge pages now."""
+    if bps_large_count(&LARGE_TENSORS, address, nbytes):
+        with nogil:
+            bps_large_collapse(address, nbytes)
+    return 0
+
+
 cdef void *_release() noexcept nogil:
     return PyEval_SaveThread()
 
@@ -242,6 +260,8 @@ cdef class Channel:
         How long a wait yields the CPU before it sleeps.
     is_crowded
         Ranks share CPUs: nobody spins.
+    huge_pages
+        Large tensors that are summed again and again get huge pages, if the system has any (`large_tensors.h`).
 
     Raises
     ------
@@ -253,7 +273,7 @@ cdef class Channel:
     cdef bps_channel channel
     cdef uint64_t most
     cdef object look, raised
-    cdef bint open
+    cdef bint open, has_huge_pages
     #: Whether a call is under way.
     cdef readonly bint busy
     #: No call begins any more: the session is being closed, or this process is a fork of the rank's.
@@ -264,7 +284,7 @@ cdef class Channel:
     cdef readonly uint64_t n_waits
 
     def __cinit__(self, memory not None, int n_ranks, int me, uint64_t most_nbytes, *, board=None, doorbell=None,
-                  int node_pidfd=-1, uint32_t awake_us=200, bint is_crowded=False):
+                  int node_pidfd=-1, uint32_t awake_us=200, bint is_crowded=False, bint huge_pages=False):
         cdef bps_direct_port *port = &self.channel.port
         need = channel_nbytes(n_ranks, most_nbytes)
         if not 0 <= me < n_ranks:
@@ -282,6 +302,7 @@ cdef class Channel:
         port.awake_ns = <uint64_t>awake_us * 1000
         port.is_crowded = is_crowded
         bps_look_whether_few(&port.separation)
+        self.has_huge_pages = huge_pages and n_ranks > 1 and bps_huge_pages_exist()
         self.most = most_nbytes
         bps_channel_open(&self.channel, self.view.buf, most_nbytes)
         self.open = True
@@ -324,6 +345,10 @@ cdef class Channel:
         else:
             with nogil:
                 status = bps_direct_do(&self.channel, work, call)
+            if self.has_huge_pages and work.kind == BPS_DIRECT_SUM and status == BPS_DIRECT_DONE:
+                _count_large(<uint64_t><uintptr_t>work.from_, work.nbytes)
+                if work.to != NULL and work.to != work.from_:
+                    _count_large(<uint64_t><uintptr_t>work.to, work.nbytes)
         return self._end(call, status)
 
     cdef int _call(self, bps_direct_work *work, uint64_t nbytes, uint64_t what, double timeout_s, look) except -1:

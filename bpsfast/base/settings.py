@@ -185,7 +185,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sums: Annotated[Literal["on", "off"], _about(
         "off: skip the sums, so results are wrong (for benchmarks only)", agree=True)] = "on"
     huge_pages: Annotated[Literal["auto", "off"], _about(
-        "use huge pages for shared memory segments if available")] = "auto"
+        "use huge pages, if available, for shared memory, and for large tensors that the ranks of a machine sum "
+        "again and again")] = "auto"
     max_bytes: Annotated[int, _about(
         "most memory for the segments of a machine; 0: all it has", "bytes", ge=0, le=_MAX_BYTES)] = 0
 

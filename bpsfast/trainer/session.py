@@ -84,7 +84,8 @@ class Session:
                                 self.inspector, self.tensors.start_committed, self._node_lost,
                                 functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
                                                   node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us,
-                                                  is_crowded=self.local_size > (os.cpu_count() or 1)),
+                                                  is_crowded=self.local_size > (os.cpu_count() or 1),
+                                                  huge_pages=settings.huge_pages == "auto"),
                                 self.tensors.deferred)
         #: Whether tensors of all ranks may be summed by the ranks themselves.
         self.sums_directly = (self.n_nodes + self.n_helpers == 1 and settings.sums == "on"
