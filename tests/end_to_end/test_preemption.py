@@ -148,8 +148,8 @@ def test_an_elastic_job_ends_as_a_whole(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_an_elastic_job_whose_workers_are_lost_meanwhile_has_not_ended_well(tmp_path):
-    extra = "bpsfast.preempted = lambda: step > 5 and os.kill(os.getpid(), 9) if GOT else False\nGOT = []\n" \
-            "signal.signal(signal.SIGTERM, lambda *_: GOT.append(1))"
+    extra = "bpsfast.preempted = lambda: step == 5 and signal.pause()  # so none sees that the other is lost\n" \
+            "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
     with launch(tmp_path, "-n", "2", "--elastic", "--lost-worker", "shrink", extra=extra) as job:
         pids_of(job, 2)
         job.send_signal(signal.SIGTERM)
