@@ -1,4 +1,4 @@
-"""How `bpsfast.preempted` handles SIGTERM in its process; whole jobs are in tests/end_to_end/test_preemption.py."""
+"""How `bpsfast.preempted` handles SIGTERM in its process; whole jobs are in tests/end_to_end/test_preempted_jobs.py."""
 from __future__ import annotations
 
 import signal
