@@ -1,4 +1,4 @@
-"""Finds what differs between ranks that should have the same state: each rank's values as digests, by name.
+"""Finds values that differ between ranks that should have the same state, by their digests.
 
 Numbers, texts, arrays, and containers of them count. Other objects do not: whether two of them are equal only their
 class knows, and equal ones need not have the same bytes when pickled.
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-#: So many names of what differs are logged.
+#: The most names that a warning lists.
 MOST_NAMED = 5
 
 
@@ -30,7 +30,7 @@ def total(found: Mapping[str, bytes]) -> int:
 
 
 def different(mine: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
-    """Return the names of what *mine* has otherwise than *other*, or one of them has not."""
+    """Return the names of values that differ between *mine* and *other*, or that only one of them has."""
     return sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))
 
 

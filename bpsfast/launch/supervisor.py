@@ -358,11 +358,9 @@ class Supervisor:
 
     def _on_signals(self, signals: SignalEvents) -> None:
         for number in signals.take():
-            is_first = self._told_s is None
-            is_same = not is_first and number == signal.SIGTERM and self._phase == "grace" and (
-                time.monotonic() - (self._told_s or 0.0) < _SAME_SIGNAL_S)
-            self._told_s = time.monotonic() if self._told_s is None else self._told_s
-            if is_same:
+            now_s = time.monotonic()
+            self._told_s = now_s if self._told_s is None else self._told_s
+            if self._phase == "grace" and number == signal.SIGTERM and now_s - self._told_s < _SAME_SIGNAL_S:
                 continue
             if (number == signal.SIGTERM and self._phase == "run" and self._limits.grace_s > 0
                     and self._running_ranks):
