@@ -22,8 +22,8 @@ cdef class CallOptions:
     """Reads whether a caller waits, and whether it asks for a sum, from options of type *kind*.
 
     torch's bindings make a Python object for each attribute that is read, which takes 0.1 us for `asyncOp` and 0.4 for
-    `reduceOp`: an eighth of a small sum. So this finds the only byte of the C++ object that always equals the attribute;
-    if there is none, attributes are read.
+    `reduceOp`: an eighth of a small sum. So this finds the only byte of the C++ object that always equals the
+    attribute; if there is none, attributes are read.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ cdef class CallOptions:
 
 
 cdef Py_ssize_t _byte_of(kind, str attribute, dict values) except -2:
-    """Return which byte of the C++ objects of *kind* is the number of whichever of *values* an *attribute* has; or -1."""
+    """Return which byte of the C++ objects of *kind* is the number, in *values*, of what *attribute* is; or -1."""
     cdef const uint8_t *value
     found = None
     if (type(kind).__name__ != "pybind11_type" or kind.__mro__[2:] != (object,) or len(values) < 2

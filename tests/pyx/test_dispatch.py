@@ -39,8 +39,13 @@ class Recorder:
         self.handle = number
         self.backlog = ctypes.c_uint64(backlog or 0)
         self.backlog_address = 0 if backlog is None else ctypes.addressof(self.backlog)
-        self._function = POST(lambda number, part, round_, flags, _, nbytes, _delivered: posted.append(
-            (number or 0, part, round_, flags, nbytes)) or rc)
+
+        def post(number, part, round_, flags, _, nbytes, is_delivered):
+            is_delivered[0] = 0
+            posted.append((number or 0, part, round_, flags, nbytes))
+            return rc
+
+        self._function = POST(post)
         self.post_address = ctypes.cast(self._function, ctypes.c_void_p).value
 
 
