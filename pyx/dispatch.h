@@ -266,7 +266,7 @@ static inline void bps_dispatch_record(struct bps_dispatch *dispatch, uint32_t s
 static inline void bps_dispatch_post(struct bps_dispatch *dispatch, uint32_t source, const struct bps_outgoing *write)
 {
     struct bps_post_target *found = bps_dispatch_target(dispatch, source, write->part), target;
-    int is_delivered = write->nbytes <= dispatch->queue.credit_nbytes / BPS_DISPATCH_CREDIT_SHARE;
+    int may_be_at_once = write->nbytes <= dispatch->queue.credit_nbytes / BPS_DISPATCH_CREDIT_SHARE, is_delivered = 0;
     int rc = found == NULL ? ENOTCONN : bps_posted_set(dispatch, source, write) != 0 ? ENOMEM : 0;
     dispatch->n_queued--;
     bps_dispatch_record(dispatch, source, write);
@@ -275,7 +275,7 @@ static inline void bps_dispatch_post(struct bps_dispatch *dispatch, uint32_t sou
         dispatch->posting = source;
         pthread_mutex_unlock(&dispatch->lock);
         rc = target.post(target.stream, write->part, write->round, write->flags, write->address, write->nbytes,
-                         &is_delivered);
+                         may_be_at_once, &is_delivered);
         pthread_mutex_lock(&dispatch->lock);
         dispatch->posting = BPS_SEND_NOBODY;
         if (dispatch->n_settling != 0)

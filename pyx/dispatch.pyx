@@ -36,7 +36,7 @@ cdef extern from "send_queue.h" nogil:
 
 cdef extern from "hooks.h" nogil:
     ctypedef void (*bps_attach_fn)(void *, void *)
-    ctypedef int (*bps_post_fn)(void *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t, int *)
+    ctypedef int (*bps_post_fn)(void *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t, int, int *)
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:

@@ -11,10 +11,10 @@ typedef void (*bps_notify_fn)(void *engine, uint32_t kind, uint32_t source, uint
                               uint32_t code, uint64_t nbytes);
 
 /* Queue a write of nbytes at `address` into `slot` of the peer of a stream, or send it at once if that waits for
- * nothing and `is_delivered` is 1 before. 0 or an errno. If it is done with the bytes `is_delivered` is 1; else 0, they
- * stay, and EVENT_DELIVERED follows. */
+ * nothing and `may_be_at_once`. 0 or an errno. If it is done with the bytes `is_delivered` becomes 1; else it stays, the
+ * bytes stay, and EVENT_DELIVERED follows. */
 typedef int (*bps_post_fn)(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address,
-                           uint64_t nbytes, int *is_delivered);
+                           uint64_t nbytes, int may_be_at_once, int *is_delivered);
 
 /* Let an engine send by a dispatch from now on; NULL: by none. */
 typedef void (*bps_attach_fn)(void *engine, void *dispatch);

@@ -3,8 +3,8 @@
  * Sums read and write them in place. With pages of 4 KiB, finding the addresses of 8 MiB takes a tenth of a sum and more.
  * The kernel copies a tensor to huge pages once (MADV_COLLAPSE, Linux 6.1), which takes as long as several sums; so only
  * tensors that were summed several times get them, and again now and then, since a freed tensor's addresses may come
- * back. Nothing else changes: not the bytes, nor what may be done with the memory. Memory that devices have pinned stays
- * as it is. Where the system gives no huge pages ("never"), nothing is asked for.
+ * back. The bytes do not change, and the memory can be used as before. The kernel does not move memory that devices have
+ * pinned. If transparent huge pages are set to "never", the kernel is not asked.
  */
 #pragma once
 
@@ -15,8 +15,8 @@
 #include <sys/mman.h>
 
 #define BPS_LARGE_NBYTES (4u << 20)
-#define BPS_LARGE_FIRST 8u /* the sum after which a tensor gets huge pages, and then after each so many more */
-#define BPS_LARGE_EVERY 512u
+#define BPS_LARGE_FIRST 8u /* a tensor gets huge pages after its eighth sum */
+#define BPS_LARGE_EVERY 512u /* and again after each 512 more */
 #define BPS_LARGE_KNOWN 64
 #define BPS_HUGE_PAGE (2ull << 20)
 #ifndef MADV_COLLAPSE

@@ -2,9 +2,8 @@
 
 
 cdef int _post(void *stream, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address,
-               uint64_t nbytes, int *is_delivered) noexcept nogil:
+               uint64_t nbytes, int may_be_at_once, int *is_delivered) noexcept nogil:
     """`bps_post_fn`: an errno of `bps_rdma_post`, or EINVAL for a slot that the stream does not have."""
-    is_delivered[0] = False
     if slot >= (<bps_rdma_stream *>stream).n_slots:
         return EINVAL
     return bps_rdma_post(<bps_rdma_stream *>stream, slot, round, flags, address, nbytes)

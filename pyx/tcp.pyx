@@ -55,7 +55,7 @@ cdef extern from "tcp_stream.h" nogil:
         bps_trace records
     int bps_stream_init(bps_stream *, bps_slots *)
     int bps_stream_start(bps_stream *, bps_io_thread *, bps_io_thread *)
-    int bps_stream_post(void *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t, int *)
+    int bps_stream_post(void *, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t, int, int *)
     void bps_stream_close(bps_stream *)
     void bps_stream_free(bps_stream *)
     int bps_slots_init(bps_slots *, uint32_t, uint32_t)
@@ -285,11 +285,11 @@ cdef class Stream:
 
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
-        cdef int rc, is_delivered = True
+        cdef int rc, is_delivered = False
         cdef bps_stream *stream = self._open()
         self.slots._check(slot)
         with nogil:
-            rc = bps_stream_post(stream, slot, round, flags, address, nbytes, &is_delivered)
+            rc = bps_stream_post(stream, slot, round, flags, address, nbytes, True, &is_delivered)
             if is_delivered:
                 stream.notify(stream.engine, BPS_EVENT_DELIVERED, stream.peer, slot, round, 0,
                               0 if flags & BPS_FLAG_EMPTY else nbytes)

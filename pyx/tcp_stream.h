@@ -250,11 +250,9 @@ static inline int bps_stream_send_at_once(struct bps_stream *stream, const struc
 
 /* `bps_post_fn`: ESHUTDOWN if the stream is closed, EINVAL for a slot that it does not have, ENOMEM. */
 static int bps_stream_post(void *to, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes,
-                           int *is_delivered)
+                           int may_be_at_once, int *is_delivered)
 {
     struct bps_stream *stream = (struct bps_stream *)to;
-    int may_be_at_once = *is_delivered;
-    *is_delivered = 0;
     if (slot >= stream->slots->n)
         return EINVAL;
     struct bps_write write = {.header = {.magic = BPS_WIRE_MAGIC, .slot = slot, .round = round, .flags = flags,

@@ -8,6 +8,7 @@
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..orchestration.errors import PeerLostError
+from ..orchestration.errors import BpsError, PeerLostError
 from ..trainer import process
 from ..trainer.broadcaster import broadcast_bytes
 from ..trainer.handle import push_pull
@@ -291,7 +292,8 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
                 raise
             reason, lost = str(lost), None  # its traceback refers to objects of the job that is left
             _log.warning("back to the last commit, because the job has lost a worker: %s", reason)
-            leaving()
+            with contextlib.suppress(BpsError):  # the job cannot be left in order any more
+                leaving()
             process.abandon(reason)
             if not returned:  # else this may have been the end, and what it has led to is the result
                 state.restore()

@@ -241,20 +241,24 @@ def begin() -> Runtime:
 
 def end() -> None:
     """Undo `begin`. Does nothing without a runtime, and in a fork."""
-    global _current
-    found, _current = _current, None
-    atexit.unregister(end)
-    if found is not None and found.session.pid == os.getpid():
+    found = _forgotten()
+    if found is not None:
         found.close()
 
 
 def leave() -> None:
     """As `end`, for a caller that leaves the job itself, which may have lost ranks."""
+    found = _forgotten()
+    if found is not None:
+        found.leave_sets()
+
+
+def _forgotten() -> Runtime | None:
+    """Return the present runtime, which is no longer `current`; None if there is none, and in a fork."""
     global _current
     found, _current = _current, None
     atexit.unregister(end)
-    if found is not None and found.session.pid == os.getpid():
-        found.leave_sets()
+    return found if found is not None and found.session.pid == os.getpid() else None
 
 
 def is_begun() -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-#: Trains until it is told to end, for 100,000 steps at most; each rank saves how far it came. *EXTRA* runs before.
+#: Trains for 100,000 steps at most, or until it gets SIGTERM; then each rank saves its weights and the number of steps.
+#: EXTRA is replaced by lines that run before the training.
 _TRAINING = """
 import os, signal, sys, time
 import numpy as np
@@ -53,7 +54,7 @@ def pids_of(job: subprocess.Popen, n_ranks: int) -> list[int]:
 
 
 def require_same_step(folder: Path, n_ranks: int) -> None:
-    """Fail unless all ranks have saved the same, which is what so many steps make of it."""
+    """Fail unless all ranks have saved the same weights and steps, and the weights are those after so many steps."""
     saved = [np.load(folder / f"{rank}.npy") for rank in range(n_ranks)]
     step = int(saved[0][-1])
     assert all(np.array_equal(each, saved[0]) for each in saved) and 5 < step < 100_000
@@ -63,6 +64,14 @@ def require_same_step(folder: Path, n_ranks: int) -> None:
     assert set(saved[0][:-1].astype(np.float32)) == {expected}
 
 
+def require_saved(job: subprocess.Popen, folder: Path, n_ranks: int) -> str:
+    """Fail unless the job ends with 0 once all ranks have saved the same; return what the launcher says."""
+    out, err = job.communicate(timeout=90)
+    assert job.returncode == 0 and out.count("saved") == n_ranks, err
+    require_same_step(folder, n_ranks)
+    return err
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("options", [("-n", "2"), ("--ranks", "2,1", "--helpers", "1")])
 def test_all_ranks_end_after_the_same_step(options, tmp_path):
@@ -70,10 +79,7 @@ def test_all_ranks_end_after_the_same_step(options, tmp_path):
     with launch(tmp_path, *options) as job:
         pids_of(job, n_ranks)
         job.send_signal(signal.SIGTERM)
-        out, err = job.communicate(timeout=90)
-    assert job.returncode == 0, err
-    assert "got SIGTERM: the ranks have 30 s to end" in err and out.count("saved") == n_ranks
-    require_same_step(tmp_path, n_ranks)
+        assert "got SIGTERM: the ranks have 30 s to end" in require_saved(job, tmp_path, n_ranks)
 
 
 @pytest.mark.slow
@@ -82,9 +88,7 @@ def test_one_rank_that_is_told_tells_the_others(tmp_path):
     """As a pod is, of which the launcher knows nothing."""
     with launch(tmp_path, "--ranks", "1,1,1") as job:
         os.kill(pids_of(job, 3)[1], signal.SIGTERM)
-        out, err = job.communicate(timeout=90)
-    assert job.returncode == 0 and out.count("saved") == 3, err
-    require_same_step(tmp_path, 3)
+        require_saved(job, tmp_path, 3)
 
 
 @pytest.mark.slow
@@ -104,9 +108,7 @@ if forked == 0:
     with launch(tmp_path, "-n", "2", extra=program) as job:
         pids_of(job, 2)
         job.send_signal(signal.SIGTERM)
-        _, err = job.communicate(timeout=90)
-    assert job.returncode == 0 and "a child was ended" not in err, err
-    require_same_step(tmp_path, 2)
+        assert "a child was ended" not in require_saved(job, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -119,9 +121,7 @@ def test_the_first_process_of_a_pid_namespace_is_told_too(tmp_path):
         (first,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert Path(f"/proc/{first}/status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1] == "1"
         os.kill(int(first), signal.SIGTERM)
-        out, err = job.communicate(timeout=90)
-    assert job.returncode == 0 and out.count("saved") == 2, err
-    require_same_step(tmp_path, 2)
+        require_saved(job, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -140,9 +140,7 @@ def test_an_elastic_job_ends_as_a_whole(tmp_path):
     with launch(tmp_path, "-n", "2", "--elastic", "--lost-worker", "wait") as job:
         pids_of(job, 2)
         job.send_signal(signal.SIGTERM)
-        out, err = job.communicate(timeout=90)
-    assert job.returncode == 0 and out.count("saved") == 2, err
-    require_same_step(tmp_path, 2)
+        require_saved(job, tmp_path, 2)
 
 
 @pytest.mark.slow
@@ -166,9 +164,7 @@ def test_a_scheduler_that_is_lost_meanwhile_is_started_again(tmp_path):
                         if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"scheduler\0")]
         job.send_signal(signal.SIGTERM)
         os.kill(scheduler, signal.SIGKILL)
-        out, err = job.communicate(timeout=90)
-    assert job.returncode == 0 and out.count("saved") == 2, err
-    require_same_step(tmp_path, 2)
+        require_saved(job, tmp_path, 2)
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""hvd.elastic in real elastic jobs, by Horovod's own example: each sample once, whoever comes and goes."""
+"""hvd.elastic in real elastic jobs, with Horovod's example: each sample is used once when workers are lost or added."""
 from __future__ import annotations
 
 import collections

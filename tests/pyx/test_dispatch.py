@@ -25,7 +25,7 @@ STEPS = st.one_of(
     st.tuples(st.just("forget"), part_number),
 )
 POST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32,
-                        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int))
+                        ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 
 
 class Recorder:
@@ -40,8 +40,7 @@ class Recorder:
         self.backlog = ctypes.c_uint64(backlog or 0)
         self.backlog_address = 0 if backlog is None else ctypes.addressof(self.backlog)
 
-        def post(number, part, round_, flags, _, nbytes, is_delivered):
-            is_delivered[0] = 0
+        def post(number, part, round_, flags, _address, nbytes, _may_be_at_once, _is_delivered):
             posted.append((number or 0, part, round_, flags, nbytes))
             return rc
 

@@ -81,12 +81,12 @@ static void *carry(void *argument)
 
 /* A `bps_post_fn`: results of the owner go to the member. */
 static int post(void *stream, uint32_t part, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes,
-                int *is_delivered)
+                int may_be_at_once, int *is_delivered)
 {
     struct bps_event delivered = {BPS_EVENT_DELIVERED, WIRE, part, round, 0, 0, nbytes};
     char *place = is_coded(part) ? frames[1][part][round & 1].bytes : (char *)results[1][part][round & 1];
     memcpy(place, (void *)address, nbytes);
-    *is_delivered = round % 3 == 0;
+    *is_delivered = may_be_at_once && round % 3 == 0;
     if (!*is_delivered)
         CHECK(bps_events_push(stream, delivered) == 0);
     bps_on_arrived(member.core, WIRE, part, round, flags);

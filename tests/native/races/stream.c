@@ -65,9 +65,9 @@ static void *post(void *argument)
         CHECK(bps_slots_next(&theirs->slots, slot) == round + 1);
         for (uint32_t i = 0; i < n_words[slot]; i++)
             source[i] = round + 1 + slot;
-        int is_delivered = round % 5 != 0;
+        int is_delivered = 0;
         CHECK(bps_stream_post(mine->streams[stream], slot, round + 1, 0, (uint64_t)source, 8 * n_words[slot],
-                              &is_delivered) == 0);
+                              round % 5 != 0, &is_delivered) == 0);
         if (is_delivered)
             notify(mine, BPS_EVENT_DELIVERED, stream, slot, round + 1, 0, 8 * n_words[slot]);
     }
@@ -106,7 +106,7 @@ static void live_and_die(uint32_t number)
 {
     struct bps_stream *ends[2];
     struct bps_slots slots[2];
-    int fds[2], is_delivered = 1;
+    int fds[2], is_delivered = 0;
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
     for (int i = 0; i < 2; i++) {
         CHECK(bps_slots_init(&slots[i], 1, EPOCH) == 0);
@@ -117,7 +117,7 @@ static void live_and_die(uint32_t number)
         CHECK(bps_stream_start(ends[i], &threads[number % n_threads], &threads[(number + (uint32_t)i) % n_threads]) == 0);
     }
     for (uint32_t round = 1; round < 4; round++)
-        CHECK(bps_stream_post(ends[0], 0, round, BPS_FLAG_EMPTY, 0, 0, &is_delivered) == 0);
+        CHECK(bps_stream_post(ends[0], 0, round, BPS_FLAG_EMPTY, 0, 0, 1, &is_delivered) == 0);
     bps_stream_close(ends[number % 2]);
     bps_stream_close(ends[!(number % 2)]);
     for (int i = 0; i < 2; i++) {
