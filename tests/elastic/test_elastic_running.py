@@ -9,6 +9,7 @@ import pytest
 import bpsfast
 from bpsfast import elastic
 from bpsfast.elastic.coordinator_client import TrainingOver, current_client, open_client
+from bpsfast.elastic.training import run_in_jobs
 from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
@@ -120,6 +121,20 @@ def test_a_lost_worker_leads_back_to_the_last_commit_in_the_next_job(begun, capl
     assert job.state.weights is weights and weights.tolist() == [0.0] * 4
     assert job.joined == [(2, "rank 1 is gone")], "sync counts as the first commit"
     assert "back to the last commit, because the job has lost a worker: rank 1 is gone" in caplog.text
+
+
+def test_a_part_of_an_api_ends_with_each_job_and_begins_in_the_next_also_if_it_cannot_end_in_order(begun):
+    job, seen = begun(), []
+
+    def leaving():
+        """End, though the ranks that it wants to tell are gone."""
+        seen.append(("leaves", process.session() is not None))
+        raise PeerLostError("nobody to tell")
+
+    training = Training(lose, finish)
+    run = run_in_jobs(training._train, lambda: seen.append(("joined", job.member.job)), leaving)
+    assert run(job.state) == 101 and training.jobs == [1, 2]
+    assert seen == [("joined", 1), ("leaves", True), ("joined", 2)]
 
 
 def test_workers_that_join_cost_no_step(begun):
