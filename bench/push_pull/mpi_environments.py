@@ -52,20 +52,23 @@ def _folder(name: str) -> Path:
 
 
 def _make(name: str) -> None:
-    """Make the environment of *name*, unless it is there. Raises as `subprocess.run`."""
+    """Make the environment of *name*, unless it is there, and let it find the packages of this Python.
+
+    Raises as `subprocess.run`.
+    """
     folder = _folder(name)
     done = folder / "installed"
-    if done.exists():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-
-    def run(*arguments: str) -> None:
-        subprocess.run(arguments, check=True, capture_output=True, timeout=_INSTALL_TIMEOUT_S)
-
-    run(sys.executable, "-m", "venv", str(folder))
-    run(str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input", "mpi4py", *_PACKAGES[name])
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(sys.executable, "-m", "venv", str(folder))
+        _run(str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input", "mpi4py", *_PACKAGES[name])
+        done.touch()
     packages = next(folder.glob("lib/python*/site-packages"))
-    # after its own, so that its mpi4py comes first; with their .pth files, by which editable packages are found
+    # after its own, so that its mpi4py comes first; with their .pth files, by which editable packages are found. Each
+    # time: another environment may have made the folder, and its bpsfast would be measured
     others = "".join(f"import site; site.addsitedir({each!r})\n" for each in site.getsitepackages())
     (packages / "zz_bpsfast.pth").write_text(others)
-    done.touch()
+
+
+def _run(*arguments: str) -> None:
+    subprocess.run(arguments, check=True, capture_output=True, timeout=_INSTALL_TIMEOUT_S)
