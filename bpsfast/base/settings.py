@@ -269,6 +269,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     helper_lease_s: Annotated[float, _about(
         "silence, of its native threads too, after which a helper counts as lost; 0: lease_s",
         "s", agree=True, ge=0, le=_MAX_SECONDS)] = 1.0
+    on_worker_loss: Annotated[Literal["abort", "continue"], _about(
+        "abort: the loss of a rank, or of a machine with ranks, ends the job with an error on all ranks; continue: the "
+        "remaining ranks finish the step, and go on", agree=True)] = "abort"
+    min_workers: Annotated[int, _about(
+        "fewest ranks that go on after a loss, if on_worker_loss is continue; a loss that leaves fewer ends the job",
+        agree=True, ge=1, le=_MAX_ROUND)] = 1
     first_round: Annotated[int, _about(
         "number of the first round of each tensor; a value near 4294967295 tests the wrap-around of counters",
         ge=0, le=_MAX_ROUND)] = 1
@@ -488,6 +494,10 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     require(not (settings.autotune and settings.trace_dir), "autotune",
             f" contradicts {shown('trace_dir')}: tuning reuses partition numbers, which a trace cannot tell apart. "
             "Tune first, then trace with the tuned settings")
+    for name, excluded in (("autotune", settings.autotune), ("async_training", settings.async_training),
+                           ("gpu_direct", settings.gpu_direct)):
+        require(settings.on_worker_loss == "abort" or not excluded, "on_worker_loss",
+                f" contradicts {shown(name)}: that does not survive the loss of a rank; unset one of them")
     check_policy(settings.placement)
     require(not settings.reduce_roots or _RANKS.fullmatch(settings.reduce_roots), "reduce_roots",
             ": expected local ranks such as 2,3")

@@ -69,8 +69,13 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: Elas
     """Run *program* until its training has ended or no further job can be formed; return the exit code.
 
     *control*: a file to create, by which `add` finds the job. Main thread only.
+
+    Raises `ConfigError` if the rules, *settings* and *shape* do not fit together.
     """
     check_program(program)
+    if settings.on_worker_loss == "continue":
+        raise ConfigError("--elastic with on_worker_loss = continue: both decide what follows a worker's loss. Use one "
+                          "of the two: --elastic --lost-worker shrink, or on_worker_loss without --elastic")
     n_ranks = sum(shape.ranks)
     if not 1 <= rules.min_ranks <= n_ranks <= rules.max_ranks:
         raise ConfigError(f"--min-ranks {rules.min_ranks}, -n {n_ranks}, --max-ranks {rules.max_ranks}: must be in "

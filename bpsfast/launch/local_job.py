@@ -92,14 +92,19 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
                                        advertise=job.advertise if python else "")
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
         kind = Kind.DAEMON if n_local else Kind.HELPER
-        commands.append(_daemon("node", title, here, base, machine, python, kind))
+        commands.append(_daemon("node", title, here, base, machine, python, kind, index if n_local else -1))
         for local_rank in range(n_local):
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
             variables = {**({} if python else thread_defaults(mine.size)), **base, **_torch_variables(mine, master),
                          **environment(mine)}
             ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables,
-                                 machine.via() if machine else ()))
+                                 machine.via() if machine else (), node=index))
     return commands + ranks
+
+
+def fewest_workers(settings: Settings) -> int | None:
+    """Return the fewest ranks with which a job goes on after a loss; None if every loss ends it."""
+    return settings.min_workers if settings.on_worker_loss == "continue" else None
 
 
 def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
@@ -117,12 +122,14 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: b
         with Cluster(shape.machines, rates=rate) as cluster:
             commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster,
                             master_port=_NETNS_MASTER_PORT)
-            return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
+            return Supervisor(commands, limits=limits, output=output, restarts=restarts,
+                              min_workers=fewest_workers(settings)).run()
     configured_host(settings)  # not used on the loopback, but a wrong interface is a mistake
     with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
         commands = plan(shape, program, settings, environ, reserved.getsockname(), key,
                         master_port=master.getsockname()[1])
-        return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
+        return Supervisor(commands, limits=limits, output=output, restarts=restarts,
+                          min_workers=fewest_workers(settings)).run()
 
 
 def planned(shape: JobShape, program: Sequence[str], settings: Settings) -> list[Command]:
@@ -191,11 +198,11 @@ def check_program(program: Sequence[str]) -> None:
 
 
 def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
-            python: str, kind: Kind = Kind.DAEMON) -> Command:
+            python: str, kind: Kind = Kind.DAEMON, node: int = -1) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
     n_restarts = N_RESTARTS if role == "scheduler" else 0  # a node's memory would be lost
     return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ,
-                   machine.via() if machine else (), n_restarts)
+                   machine.via() if machine else (), n_restarts, node)
 
 
 def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:

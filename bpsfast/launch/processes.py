@@ -43,7 +43,8 @@ class Command(msgspec.Struct, frozen=True):
     """One process to start. `name` heads its lines; `environ` is its whole environment.
 
     `via` is a command that runs another one elsewhere and becomes it, such as ``ip netns exec NAME``. `n_restarts`: how
-    often it is started again if a signal kills it.
+    often it is started again if a signal kills it. `node`: number of the node that the process is, or of the node of
+    this rank; -1 for other processes, and if the node is not a process of the same launcher.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Command(msgspec.Struct, frozen=True):
     environ: Mapping[str, str]
     via: Sequence[str] = ()
     n_restarts: int = 0
+    node: int = -1
 
 
 class Process:

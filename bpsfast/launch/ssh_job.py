@@ -60,7 +60,8 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
         commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
                              remote.master_port())
         hosts = [remote.hosts[number_of(command)] for command in commands]
-        return Supervisor(commands, limits=limits, output=output, hosts=hosts, restarts=restarts).run()
+        return Supervisor(commands, limits=limits, output=output, hosts=hosts, restarts=restarts,
+                          min_workers=local_job.fewest_workers(settings)).run()
 
 
 def planned(plan: SshPlan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:

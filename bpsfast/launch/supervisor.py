@@ -3,6 +3,7 @@
 * Every line names its process.
 * The process that failed first is named last, with its reason, which is shown once; the exit code is that process's.
 * SIGTERM goes to the ranks first, which may end by themselves within a grace period (`bpsfast.preempted`).
+* If the job tolerates lost workers (``on_worker_loss = continue``), it goes on while enough ranks are left.
 * Ctrl-C ends everything within two seconds. Nothing survives the launcher, not even its ``kill -9``.
 
 One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
@@ -73,12 +74,13 @@ class Supervisor:
     *commands* are in the order of starting; at least one is of kind RANK. *output* takes the lines; the caller closes
     it. *hosts* has the host of each command, which `run` opens and closes; None: all on this machine. With the
     *workers* of an elastic job, *commands* are the first ones, and more may follow, on this machine. *restarts*: how
-    many lost helpers, in all, are started again to join the running job.
+    many lost helpers, in all, are started again to join the running job. *min_workers*: fewest ranks with which the job
+    goes on after it has lost ranks, or nodes with ranks (`Command.node`); None: every such loss ends it.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
                  hosts: Sequence[ProcessHost] | None = None, workers: WorkerPool | None = None,
-                 restarts: int = 0) -> None:
+                 restarts: int = 0, min_workers: int | None = None) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
@@ -89,6 +91,7 @@ class Supervisor:
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._restarts = restarts
+        self._min_workers = min_workers
         self._started_as: dict[Process, tuple[ProcessHost, Sink]] = {}
         self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
@@ -214,20 +217,26 @@ class Supervisor:
                 continue
             is_spare = process in self._restarted and process.code != 0
             if self._phase in _GOES_ON and (self._can_lose(process) or is_spare):
-                self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
+                self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on "
+                                 f"{self._remainder() if self._is_lost_worker(process) else 'without it'}")
                 self._errors[process].release()
                 self._lost.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
             elif self._phase == "grace" and self._follows_signal(process):
                 pass
-            elif process.code != 0 and (self._phase in (*_GOES_ON, "failed")
-                                        or (process.is_lost and self._stopped is None)):
+            elif process.code != 0 and not self._is_left_behind(process) and (
+                    self._phase in (*_GOES_ON, "failed") or (process.is_lost and self._stopped is None)):
                 # the loss of a host may be known only after the processes that missed it have ended
                 if not self._failures:
                     self._failed_s = time.monotonic()
+                    for lost in filter(self._is_lost_worker, self._lost):  # the first failure may be one of these
+                        self._failures.add(lost)
                 self._failures.add(process)
                 if self._phase in _GOES_ON:
+                    if self._phase == "run" and self._is_lost_worker(process):
+                        self._output.say(f"{process.command.name} {process.end_in_words()}: the job cannot go on "
+                                         f"{self._remainder()}")
                     self._enter("failed")
             if self._phase in ("run", "grace") and self._has_trained():
                 self._enter("leaving")
@@ -268,11 +277,47 @@ class Supervisor:
         """Whether the job goes on without *process*, which has failed; the scheduler decides that of helpers."""
         if self._workers is not None:
             return self._workers.has_ended(process) and process.code != 0
+        if self._is_left_behind(process):
+            return True
+        if self._is_lost_worker(process):
+            if self._phase == "grace":  # a loss in this phase is a failure, unless it follows from one before
+                return process.command.node in self._nodes(self._lost)
+            return self._n_workers_left >= (self._min_workers or 0)
         code = process.code or 0
         return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
 
+    def _is_left_behind(self, process: Process) -> bool:
+        """Whether *process* is a node that ended because the job, which tolerates that, goes on without its ranks."""
+        return (self._min_workers is not None and process.command.kind is Kind.DAEMON and process.command.node >= 0
+                and process.code == LEFT_BEHIND)
+
+    def _is_lost_worker(self, process: Process) -> bool:
+        """Whether *process* is a failed rank, or a failed node with ranks, of a job that tolerates such losses."""
+        return (self._min_workers is not None and process.command.node >= 0 and (process.code or 0) != 0
+                and not self._is_left_behind(process))
+
+    def _nodes(self, lost: Iterable[Process]) -> set[int]:
+        """Return the nodes whose process is one of *lost*, and has failed: ranks that still run there get an error."""
+        return {process.command.node for process in lost
+                if process.command.kind is Kind.DAEMON and self._is_lost_worker(process)}
+
+    @property
+    def _n_workers_left(self) -> int:
+        """Number of ranks that have ended with 0, or may still do so."""
+        lost_nodes = self._nodes(self._processes)
+        return sum(process.command.kind is Kind.RANK and (
+            process.code == 0 or (process.code is None and process.command.node not in lost_nodes))
+            for process in self._processes)
+
+    def _remainder(self) -> str:
+        n_ranks = self._n_workers_left
+        return f"with {n_ranks} rank{'' if n_ranks == 1 else 's'} (min_workers = {self._min_workers})"
+
     def _has_trained(self) -> bool:
-        """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count."""
+        """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count.
+
+        At least *min_workers* of them have ended with 0, as `_can_lose` has seen to that.
+        """
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
                  and not (self._workers is not None and self._workers.is_superfluous(process))]
         return any(process.code == 0 for process in ranks) and all(
