@@ -2,8 +2,9 @@
 
 Each seed is one trial: a job of real processes that trains; one or two of them are killed or stopped at a random
 moment, or the link is cut, or connections are reset (`scenario`). Ranks write a history (`rank`), and an oracle checks
-it (`history`): each rank's input is in every sum exactly once, or the job ends with an error that names who is lost,
-soon after that can be known. A wrong sum, a hang and a crash are failures.
+it (`history`): each rank's input is in every sum exactly once, except for lost ranks that the job names and goes on
+without; or the job ends with an error that names who is lost, soon after that can be known. A wrong sum, a hang and a
+crash are failures.
 """
 from __future__ import annotations
 

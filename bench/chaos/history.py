@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,6 +49,12 @@ def digest(array: npt.NDArray[np.float32]) -> str:
     return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
+def _of(machines: tuple[tuple[int, ...], ...], ranks: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Return *machines* with only these *ranks*."""
+    left = (tuple(rank for rank in each if rank in ranks) for each in machines)
+    return tuple(each for each in left if each)
+
+
 def summed(machines: tuple[tuple[int, ...], ...], step: int, gradient: int) -> npt.NDArray[np.float32]:
     """Return the sum with each rank's input once: of each machine's ranks first, then of the machines."""
     partials = [functools.reduce(np.add, (pushed(rank, step, gradient) for rank in ranks)) for ranks in machines]
@@ -67,6 +74,7 @@ class RankHistory:
     """
 
     steps: dict[int, list[str]] = field(default_factory=dict)
+    ranks: dict[int, list[list[int]]] = field(default_factory=dict)  # whose inputs are in each of these sums
     end: str = ""
     text: str = ""
     at_s: float = 0.0
@@ -80,7 +88,7 @@ def read(path: Path) -> RankHistory:
     for line in lines[:-1]:
         fields: dict[str, Any] = json.loads(line)
         if "step" in fields:
-            found.steps[fields["step"]] = fields["sums"]
+            found.steps[fields["step"]], found.ranks[fields["step"]] = fields["sums"], fields["ranks"]
         else:
             found.end, found.text, found.at_s = fields["end"], fields.get("text", ""), fields.get("at_s", 0.0)
             found.recoveries = fields.get("recoveries", 0)
@@ -92,11 +100,28 @@ def note(history: TextIO, **fields: object) -> None:
     history.write(json.dumps(fields) + "\n")
 
 
-def wrong_sums(histories: dict[int, RankHistory], machines: tuple[tuple[int, ...], ...]) -> list[str]:
-    """Return, in words, every wrong sum, and every step that a rank has left out."""
+def wrong_sums(histories: dict[int, RankHistory], machines: tuple[tuple[int, ...], ...],
+               lost: Collection[int] = ()) -> list[str]:
+    """Return, in words, every wrong sum, and every step that a rank has left out.
+
+    A sum has the inputs of the ranks that bpsfast names: the same on all ranks, and all but some of those *lost*. Who
+    is missing from a gradient once is missing from then on.
+    """
     found = []
     steps = sorted({step for each in histories.values() for step in each.steps})
-    right = {step: [expected(machines, step, i) for i in range(len(names(step)))] for step in steps}
+    everybody = sorted(rank for ranks in machines for rank in ranks)
+    of = {step: next(each.ranks[step] for each in histories.values() if step in each.ranks) for step in steps}
+    last = [everybody] * len(SIZES)
+    for step in steps:
+        for i, ranks in enumerate(of[step]):
+            if not set(everybody).difference(lost) <= set(ranks) <= set(last[i]):
+                found.append(f"step {step}, gradient {i} is of ranks {ranks}, of {everybody} without some of {lost}; "
+                             f"the last was of {last[i]}")
+            last[i] = ranks
+    right = {step: [expected(_of(machines, ranks), step, i) for i, ranks in enumerate(of[step])] for step in steps}
+    for rank, each in sorted(histories.items()):
+        found += [f"rank {rank}, step {step} is of ranks {ranks}, elsewhere of {of[step]}"
+                  for step, ranks in each.ranks.items() if ranks != of[step]]
     for rank, each in sorted(histories.items()):
         if sorted(each.steps) != list(range(len(each.steps))):
             found.append(f"rank {rank} has steps {sorted(each.steps)}")

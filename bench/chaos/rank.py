@@ -49,7 +49,8 @@ def _train(history: TextIO, stop: Path) -> None:
         seen = bpsfast.push_pull_async(np.array([stop.exists()], np.float32), name="stop", average=False)
         handles = [bpsfast.push_pull_async(pushed(rank, step, i), name=name, average=False)
                    for i, name in enumerate(names(step))]
-        note(history, step=step, sums=[digest(bpsfast.synchronize(handle)) for handle in handles])
+        sums = [digest(bpsfast.synchronize(handle)) for handle in handles]
+        note(history, step=step, sums=sums, ranks=[bpsfast.contributors(name) for name in names(step)])
         if bpsfast.synchronize(seen)[0]:
             return
 

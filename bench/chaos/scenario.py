@@ -12,14 +12,14 @@ from typing import Literal
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
                 "reset connections", "refused data", "refused control", "lost host", "foreign helper",
                 "absent helper", "lost scheduler", "hung scheduler", "lost rank", "lost node",
-                "lost worker, shrink", "lost worker, wait"]
+                "lost worker, shrink", "lost worker, wait", "survived rank", "survived node", "survived several"]
 
 #: How often each kind occurs in `CYCLE` consecutive trials.
 _FREQUENCIES: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
     "reset connections": 3, "refused data": 2, "refused control": 2, "lost host": 1, "foreign helper": 1,
     "absent helper": 1, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
-    "lost worker, shrink": 3, "lost worker, wait": 3}
+    "lost worker, shrink": 3, "lost worker, wait": 3, "survived rank": 3, "survived node": 3, "survived several": 4}
 CYCLE = sum(_FREQUENCIES.values())
 #: Kinds in which the job may also end with an error that names who is lost; in all others every rank must go on with
 #: the bits of an undisturbed job.
@@ -29,8 +29,10 @@ MUST_RECOVER = tuple(kind for kind in _FREQUENCIES if kind not in MAY_RAISE)
 ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections", "refused data", "refused control", "lost host")
 #: Kinds of elastic jobs, and their policy for lost workers. All of them have a quorum.
 LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+#: Kinds of jobs that go on without lost ranks (the setting on_worker_loss).
+SURVIVED: tuple[Class, ...] = ("survived rank", "survived node", "survived several")
 #: Kinds in which the job must have gone on without a process.
-_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host")
+_ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host", *SURVIVED)
 
 #: A process that is silent for this time is lost; a short stop or cut takes at most a third of it.
 LEASE_S = 3.0
@@ -102,6 +104,17 @@ class Scenario:
         if any(fault.for_good for fault in self.faults):
             return {f"helper {i}" for i in range(self.n_helpers)}
         return {fault.role for fault in self.faults if not fault.seconds and not fault.restarts} - {LINK, FOREIGNER}
+
+    @property
+    def lost_ranks(self) -> set[int]:
+        """The ranks that the job goes on without: those that are killed, and all of a machine whose node is."""
+        found = {int(role.split()[1]) for role in self.killed if role.startswith("rank")}
+        return found.union(*(ranks for i, ranks in enumerate(self.machines) if f"node {i}" in self.killed))
+
+    @property
+    def lost_nodes(self) -> set[str]:
+        """The nodes that the job goes on without: all of their ranks are lost."""
+        return {f"node {i}" for i, ranks in enumerate(self.machines) if self.lost_ranks.issuperset(ranks)}
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
@@ -185,6 +198,22 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
                                            dataclasses.replace(lost, delay_s=before_s)]])
         case "hung scheduler":
             return [Fault(step, delay_s, "scheduler", HANG_S)]
+        case "survived rank":
+            return [Fault(step, delay_s, f"rank {chance.randrange(sum(scenario.ranks))}")]
+        case "survived node":
+            return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
+        case "survived several":
+            later_s = chance.choice([0.0, 0.002, 0.01, 0.05, 0.3])  # at once, or while the job recovers, or after that
+            machine = chance.randrange(len(scenario.ranks))  # which is not lost as a whole
+            others = [f"rank {rank}" for i, ranks in enumerate(scenario.machines) for rank in ranks[i == machine:]]
+            others += [f"node {i}" for i in range(len(scenario.ranks)) if i != machine]
+            first = Fault(step, delay_s, chance.choice(others))
+            second = Fault(step, later_s, chance.choice([role for role in [*others, *helpers, "scheduler"]
+                                                         if role != first.role]))
+            if second.role == "scheduler":
+                second = dataclasses.replace(second, seconds=chance.choice([0.0, 0.3]), restarts=True)
+            return chance.choice([[first, second], [dataclasses.replace(second, delay_s=delay_s),
+                                                    dataclasses.replace(first, delay_s=later_s)]])
         case "lost worker, shrink":
             return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
         case "lost worker, wait":

@@ -20,7 +20,18 @@ from bpsfast.orchestration.scheduler_client import SchedulerClient
 from . import elastic_trial
 from .history import HANG_S, PARTITION_NBYTES, STOP, RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
-from .scenario import FOREIGNER, HELPER_LEASE_S, LEASE_S, LINK, LOST_WORKER, MAY_RAISE, ON_A_LINK, Fault, Scenario
+from .scenario import (
+    FOREIGNER,
+    HELPER_LEASE_S,
+    LEASE_S,
+    LINK,
+    LOST_WORKER,
+    MAY_RAISE,
+    ON_A_LINK,
+    SURVIVED,
+    Fault,
+    Scenario,
+)
 
 #: The longest time from when a loss can be known (a death at once, silence after the lease) to the errors of all ranks.
 _DETECTED_S = 2.0
@@ -98,21 +109,24 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
     hung = [name for name, code in codes.items() if code is None]
     if hung:
         return "hung", f"{', '.join(hung)} did not end within {HANG_S:g} s", 0.0
-    wrong = wrong_sums(histories, scenario.machines)
+    lost = scenario.lost_ranks if scenario.kind in SURVIVED else set()
+    wrong = wrong_sums(histories, scenario.machines, lost)
     if wrong:
         return "wrong", "; ".join(wrong[:3]), 0.0
     crashed = [f"{name} ended with {signal.Signals(-code).name}" for name, code in codes.items()
                if code is not None and code < 0 and -code in _CRASHES]
     if crashed:
         return "crashed", "; ".join(crashed), 0.0
-    alive = {rank: each for rank, each in histories.items() if f"rank {rank}" not in killed}
+    alive = {rank: each for rank, each in histories.items() if f"rank {rank}" not in killed and rank not in lost}
     n_steps = {len(each.steps) for each in alive.values()}
     if all(each.end == "ok" for each in alive.values()) and len(n_steps) == 1 and min(n_steps) >= scenario.n_steps:
         odd = {name: code for name, code in codes.items() if code and name not in killed
                and scenario.kind not in MAY_RAISE and not _may_be_left(name, code, scenario)}
         if odd:
             return "wrong", f"the job is done, but exit codes are {odd}", 0.0
-        lived = {name: codes[name] for name in killed if codes.get(name) != -signal.SIGKILL}
+        # of two that are lost, the second may have ended because of the first
+        lived = {name: codes[name] for name in killed
+                 if codes.get(name) != -signal.SIGKILL and scenario.kind != "survived several"}
         few = {rank: each.recoveries for rank, each in alive.items() if each.recoveries < scenario.n_recoveries}
         if scenario.n_recoveries and (lived or few):
             return "wrong", (f"the job is done, but has not gone on without anybody: ranks count {few} recoveries, and "
@@ -139,6 +153,8 @@ def judge(scenario: Scenario, histories: dict[int, RankHistory], codes: Mapping[
 
 def _may_be_left(name: str, code: int, scenario: Scenario) -> bool:
     """Whether a stopped process may end so: the job goes on without it, or kills it for that."""
+    if scenario.kind in SURVIVED:
+        return name in scenario.lost_nodes and code in (LEFT_BEHIND, -signal.SIGKILL)
     return scenario.kind == "hung helper" and name.startswith("helper") and code in (LEFT_BEHIND, -signal.SIGKILL)
 
 
@@ -146,7 +162,8 @@ def _values(scenario: Scenario) -> dict[str, object]:
     return {"transport": scenario.transport, "placement": scenario.placement, "lease_s": LEASE_S,
             "helper_lease_s": HELPER_LEASE_S if scenario.kind in ("hung helper", "lost host") else 0,
             "heartbeat_s": LEASE_S / 6, "partition_bytes": PARTITION_NBYTES, "timeout_s": 60,
-            "start_timeout_s": _SHORT_START_S if scenario.absent else 240}
+            "start_timeout_s": _SHORT_START_S if scenario.absent else 240,
+            "on_worker_loss": "continue" if scenario.kind in SURVIVED else "abort"}
 
 
 def _await(processes: Processes, n_steps: int) -> None:

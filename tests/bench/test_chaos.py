@@ -35,15 +35,18 @@ def scenario(kind, *faults):
     return Scenario(1, kind, (1, 1), 1, "tcp", "ps", faults)
 
 
-def whole(n_steps=1 + N_STEPS_AFTER, **fields):
-    """Return the history of a rank with the right sums."""
-    steps = {step: [expected(MACHINES, step, i) for i in range(len(names(step)))] for step in range(n_steps)}
-    return RankHistory(**{"steps": steps, "end": "ok", **fields})
+def whole(n_steps=1 + N_STEPS_AFTER, alone_from=(99, 0), **fields):
+    """Return the history of a rank with the right sums; *alone_from*: step and gradient that is the first of rank 0."""
+    of = {step: [[0] if (step, i) >= alone_from else [0, 1] for i in range(len(names(step)))]
+          for step in range(n_steps)}
+    steps = {step: [expected(MACHINES[:len(ranks)], step, i) for i, ranks in enumerate(each)]
+             for step, each in of.items()}
+    return RankHistory(**{"steps": steps, "ranks": of, "end": "ok", **fields})
 
 
 def test_a_seed_is_one_trial_and_seeds_are_all_kinds_of_them():
-    drawn = [draw(seed) for seed in range(330)]
-    assert drawn == [draw(seed) for seed in range(330)]
+    drawn = [draw(seed) for seed in range(9 * CYCLE)]
+    assert drawn == [draw(seed) for seed in range(9 * CYCLE)]
     kinds = Counter(each.kind for each in drawn)
     assert set(kinds) == {*MUST_RECOVER, *MAY_RAISE} and min(kinds.values()) >= 8
     assert [each.kind for each in drawn[:CYCLE]] != [each.kind for each in drawn[CYCLE:2 * CYCLE]]
@@ -82,10 +85,10 @@ def test_an_input_that_is_missing_or_twice_is_another_sum():
 def test_a_history_is_read_as_far_as_it_goes(tmp_path):
     path = tmp_path / "rank_0.jsonl"
     assert read(path) == RankHistory()
-    path.write_text('{"step": 0, "sums": ["a"]}\n{"step": 1, "su')
-    assert read(path) == RankHistory(steps={0: ["a"]})
-    path.write_text('{"step": 0, "sums": ["a"]}\n{"end": "PeerLostError", "text": "x", "at_s": 7.5}\n')
-    assert read(path) == RankHistory({0: ["a"]}, "PeerLostError", "x", 7.5)
+    path.write_text('{"step": 0, "sums": ["a"], "ranks": [[0]]}\n{"step": 1, "su')
+    assert read(path) == RankHistory(steps={0: ["a"]}, ranks={0: [[0]]})
+    path.write_text('{"step": 0, "sums": ["a"], "ranks": [[0]]}\n{"end": "PeerLostError", "text": "x", "at_s": 7.5}\n')
+    assert read(path) == RankHistory({0: ["a"]}, {0: [[0]]}, "PeerLostError", "x", 7.5)
     path.write_text('{"end": "ok", "recoveries": 2}\n')
     assert read(path) == RankHistory(end="ok", recoveries=2)
 
@@ -96,8 +99,23 @@ def test_wrong_sums_and_steps_left_out_are_found():
     bad.steps[1] = ["0", *bad.steps[1][1:]]
     [words] = wrong_sums({0: whole(), 1: bad}, MACHINES)
     assert words.startswith("rank 1, step 1, gradient 0: 0 instead of")
-    del bad.steps[1]
+    del bad.steps[1], bad.ranks[1]
     assert wrong_sums({0: bad}, MACHINES) == [f"rank 0 has steps {[0, *range(2, 1 + N_STEPS_AFTER)]}"]
+
+
+def test_sums_of_other_ranks_than_those_that_are_named_are_wrong():
+    """At step 2 some gradients have the lost rank 1, and others do not; from then on none has."""
+    lost = {1}
+    right = whole(alone_from=(2, 3)), whole(2)
+    assert wrong_sums(dict(enumerate(right)), MACHINES, lost) == []
+    assert "of [0, 1] without some of ()" in wrong_sums({0: right[0]}, MACHINES)[0], "nobody was lost"
+    late = whole(alone_from=(2, 4))
+    assert "elsewhere of" in wrong_sums({0: right[0], 1: late}, MACHINES, lost)[0]
+    right[0].ranks[2][0] = [0]
+    assert "gradient 0" in wrong_sums({0: right[0]}, MACHINES, lost)[0], "it has the input of rank 1"
+    back = whole(alone_from=(2, 0))
+    back.steps[3], back.ranks[3] = whole().steps[3], whole().ranks[3]
+    assert "the last was of [0]" in wrong_sums({0: back}, MACHINES, lost)[0]
 
 
 RESTARTED = Fault(1, 0.0, "scheduler", restarts=True)
@@ -120,8 +138,13 @@ FINE = {"scheduler": 0, "node 0": 0, "rank 0": 0, "rank 1": 0}
     ("crashed", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(1, end="")}, FINE),
     ("crashed", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: whole(2, **LOST)},
      {**FINE, "node 0": -signal.SIGSEGV}),
-    ("wrong", scenario("lost node", KILLED), {0: whole(2, **LOST), 1: RankHistory({0: ["x"] * len(SIZES)}, **LOST)},
-     FINE),
+    ("wrong", scenario("lost node", KILLED),
+     {0: whole(2, **LOST), 1: RankHistory({0: ["x"] * len(SIZES)}, {0: [[0, 1]] * len(SIZES)}, **LOST)}, FINE),
+    ("recovered", scenario("survived node", KILLED),
+     {0: whole(alone_from=(1, 2), recoveries=1), 1: whole(1, **LOST)}, {**FINE, "node 1": -signal.SIGKILL}),
+    ("wrong", scenario("survived node", KILLED), {0: whole(recoveries=0), 1: whole(1, **LOST)},
+     {**FINE, "node 1": -signal.SIGKILL}),
+    ("raised", scenario("survived rank", Fault(1, 0.0, "rank 1")), {0: whole(2, **LOST), 1: whole(1, end="")}, FINE),
 ])
 def test_a_verdict_says_what_became_of_it(outcome, of, histories, codes):
     assert judge(of, histories, codes, {"node 1": 100.0})[0] == outcome
@@ -153,7 +176,7 @@ def test_who_is_lost_must_have_been_killed_and_done_without(kind, outcome, recov
 def test_what_must_recover_may_not_raise_and_what_is_killed_says_nothing():
     told = {0: whole(2, **{**LOST, "text": "rank 1 is lost"}), 1: RankHistory()}
     assert judge(scenario("lost rank", Fault(1, 0.0, "rank 1")), told, FINE, {"rank 1": 100.0})[0] == "raised"
-    assert "lost helper" in MUST_RECOVER and "lost rank" in MAY_RAISE
+    assert "lost helper" in MUST_RECOVER and "lost rank" in MAY_RAISE and "survived rank" in MUST_RECOVER
 
 
 def test_a_trial_is_run_and_written_down(tmp_path):
