@@ -52,12 +52,16 @@ if TYPE_CHECKING:
         init as init,
         local_rank as local_rank,
         local_size as local_size,
+        losses as losses,
+        members as members,
+        on_ranks_lost as on_ranks_lost,
         rank as rank,
         shutdown as shutdown,
         size as size,
     )
     from .trainer.sparse_table import push_pull_rows as push_pull_rows
     from .trainer.stats import (
+        contributors as contributors,
         counters as counters,
         get_pushpull_speed as get_pushpull_speed,
         stalls as stalls,
@@ -65,9 +69,10 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "trainer.process": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
+    "trainer.process": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier", "members", "losses",
+                        "on_ranks_lost"),
     "trainer.preemption": ("preempted",),
-    "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
+    "trainer.stats": ("contributors", "counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.async_weights": ("AsyncWeights",),
     "trainer.broadcaster": ("broadcast",),

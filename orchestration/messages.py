@@ -19,7 +19,7 @@ from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
-VERSION = 22
+VERSION = 23
 #: The longest message to the scheduler. Long declarations are sent in pieces (`long_lists`).
 LONGEST_NBYTES = 16 << 20
 
@@ -56,6 +56,7 @@ class TensorSpec(Record):
     the ranks of a machine sum it among their GPUs first, as that machine's strategy says. `on_device`: the first rank
     has it on a device, and the CPU does not copy it. `direct`: its ranks may sum it themselves, if all run on one
     machine, in shared memory which their node then adds; one rank that declares it without is enough that it does not.
+    `separate`: its partitions are pushed one by one, each in rounds of its own.
 
     Or `op` is "rows" (`partition.ROWS`): `shape` is that of a table; an input, and the sum, are a few of its rows, at
     most `max_rows` together. It is fused with nothing.
@@ -79,6 +80,7 @@ class TensorSpec(Record):
     islands: bool = False
     on_device: bool = False
     direct: bool = False
+    separate: bool = False
 
 
 class MemberPlan(Record):
@@ -112,7 +114,7 @@ class PartPlan(Record):
 class UnitPlan(Record):
     """The plan of one unit: a tensor, or a group of small ones. `stride`: bytes between its partitions.
 
-    `n_streams`, `op`, `ranks`, `codec`, `store`, `islands`, `edition_of`, `direct`: as of its members (`TensorSpec`).
+    `n_streams`, `op`, `ranks`, `codec`, `store`, `islands`, `edition_of`, `direct`, `separate`: as of its members.
     `frame_rows`: of the op "rows" the most rows in a partition's frame; `nbytes` is then the room for the frames. With
     a store each worker has a unit with the same members, partitioned and placed alike: `ranks` are the worker's,
     `store_unit` is the first worker's unit, `n_workers` their number. Rounds are counted modulo 2^32, from
@@ -140,6 +142,7 @@ class UnitPlan(Record):
     edition_of: str = ""
     islands: bool = False
     direct: bool = False
+    separate: bool = False
 
 
 class LagRow(Record):
@@ -276,9 +279,8 @@ class FreezeReport(Message):
     """This node sums and forwards nothing, and nothing more can arrive from the nodes that `Freeze` calls lost.
 
     `progress`: (part, last round forwarded from here, last round complete here, node whose memory ranks here read
-    results in, -1 without such ranks), of the partitions that lost nodes owned and ranks here push; if a node has
-    joined, of all partitions that ranks here push or that this node owns. `near`: nodes that this one shares memory
-    with, lost ones included.
+    results in, -1 without such ranks), of the partitions that lost nodes owned and ranks here push, or of more
+    (`Freeze.reports_all`). `near`: nodes that this one shares memory with, lost ones included.
     """
 
     epoch: int
@@ -391,14 +393,14 @@ class Rejoin(Message):
 
     It is followed by its `n_units` committed units (`CommittedUnits`), the unanswered messages of its ranks, and
     `RejoinComplete`. `version`, `package`, `settings`: as in `Join`. `rates`: as in `Rates`; `measured`: as this node
-    reported (-1: not). `epoch` and `lost`: of the last `Freeze`; `frozen`: no commit has followed. `committed`: the
-    last committed generation; `prepared`: the one that is neither committed nor dropped (0: none), with these new
-    units; `seen`: the highest number heard of; `next_unit`: the first unit number not heard of. `lent`: of committed
-    owner changes those with a round that some nodes lacked. `gone_from`: by the number of a store's first unit, ranks
-    that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is done.
-    `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not). `is_late`:
-    the node came to the running job, and knows only units that concern it. `joining`: nodes expected late that had not
-    been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
+    reported (-1: not). `epoch`, `lost`, `lost_ranks`: of the last `Freeze`; `frozen`: no commit has followed.
+    `committed`: the last committed generation; `prepared`: the one that is neither committed nor dropped (0: none),
+    with these new units; `seen`: the highest number heard of; `next_unit`: the first unit number not heard of. `lent`:
+    of committed owner changes those with a round that some nodes lacked. `gone_from`: by the number of a store's first
+    unit, ranks that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is
+    done. `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not).
+    `is_late`: the node came to the running job, and knows only units that concern it. `joining`: nodes expected late
+    that had not been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
     """
 
     version: int
@@ -413,6 +415,7 @@ class Rejoin(Message):
     measured: float = -1.0
     epoch: int = 1
     lost: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
     frozen: bool = False
     committed: int = 0
     prepared: int = 0
@@ -587,13 +590,17 @@ class Commit(Message):
 class Freeze(Message):
     """First step into `epoch`: nodes sum and forward nothing, disconnect from nodes `lost`, send `FreezeReport`.
 
-    `joined`: nodes that are taken in, unless they were before, and get their share of the sums.
+    `joined`: nodes that are taken in, unless they were before, and get their share of the sums. `lost_ranks`: all ranks
+    that are lost by now, those of lost nodes and those that were lost alone. `reports_all`: the report is of all
+    partitions that ranks here push or that this node owns, not only of those that lost nodes owned.
     """
 
     epoch: int
     lost: tuple[int, ...]
     reason: str
     joined: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
+    reports_all: bool = False
 
 
 class OwnerChange(Record):
@@ -617,16 +624,34 @@ class OwnerChange(Record):
     pushed: tuple[int, ...] = ()
 
 
+class Redo(Record):
+    """The round after `kept_round` of `part` is summed again, by those that are left, because a rank is lost.
+
+    `was_sent`: its owner, which lives, has sent a result of that round, which every node drops. Nodes `again` have sent
+    it a partial with the input of a lost rank, which the owner drops, and send another one. Nodes `leaving` live, and
+    have no rank any more that pushes it. What was sent arrives before any node is `Ready`.
+    """
+
+    part: int
+    kept_round: int
+    was_sent: bool
+    again: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+
 class Recover(Message):
     """Second step: nodes prepare for these owners, and send `Ready`. The `Commit` of `generation` is the third.
 
-    `units`: those with partitions that change owners, as they are from now on.
+    `units`: those with partitions that change owners, as they are from now on. `redone`: of units with lost ranks.
+    `begins`: each unit with lost ranks, and its first round without them.
     """
 
     epoch: int
     generation: int
     units: tuple[UnitPlan, ...]
     owner_changes: tuple[OwnerChange, ...]
+    redone: tuple[Redo, ...] = ()
+    begins: tuple[tuple[int, int], ...] = ()
 
 
 class Retired(Message):
@@ -789,6 +814,19 @@ class Attached(Message):
     job: str = ""
 
 
+class RanksLost(Message):
+    """The job goes on without `ranks`, all that it has lost by now, because of `reason`. Before any such sum is there.
+
+    `begins`: each unit that one of the newly lost ranks pushed, and its first round without them. `pause_s`: how long
+    nothing was summed.
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+    begins: tuple[tuple[int, int], ...]
+    pause_s: float
+
+
 class SegmentShared(Message):
     """Segment `segment` of `owner`, with its descriptor.
 
@@ -932,7 +970,8 @@ SchedulerMessage = (
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
-    | Credit | DeclareFailed | BarrierEnter | BarrierDone | StallQuestion | StallAnswer | FirstRankLeft | Detach
+    | Credit | DeclareFailed | BarrierEnter | BarrierDone | StallQuestion | StallAnswer | FirstRankLeft | RanksLost
+    | Detach
     | Detached | CountersRequest | Counters | ShareDevice | DeviceShared | GpuDirectTensors | StateAsk | StateDone
     | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | KeyValueReply
 )

@@ -7,9 +7,10 @@ from .messages import Message, NodeInfo, Outgoing
 
 
 class Roster:
-    """All nodes in node order with the connections that they send from. A lost node keeps its index.
+    """All nodes in node order with the connections that they send from. A lost node keeps its index, a rank its number.
 
-    `joining`: nodes that come late and do not take part yet.
+    `joining`: nodes that come late and do not take part yet. `lost_ranks`: those of lost nodes, and those that were
+    lost alone. `size`: the number of ranks at the start.
     """
 
     def __init__(self, entries: Sequence[tuple[bytes, NodeInfo]]) -> None:
@@ -18,6 +19,7 @@ class Roster:
         self.size = sum(len(node.ranks) for node in self.nodes)
         self.lost: set[int] = set()
         self.joining: set[int] = set()
+        self.lost_ranks: set[int] = set()
         self._index_of = {sender: index for index, sender in enumerate(self.senders)}
         self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
 
@@ -46,6 +48,15 @@ class Roster:
     def workers(self) -> list[int]:
         """The nodes with ranks that take part."""
         return [index for index in self.alive if self.nodes[index].ranks]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are not lost."""
+        return [rank for rank in range(self.size) if rank not in self.lost_ranks]
+
+    def left_on(self, index: int) -> list[int]:
+        """Return the ranks of a node that are not lost."""
+        return [rank for rank in self.nodes[index].ranks if rank not in self.lost_ranks]
 
     @property
     def alive_senders(self) -> list[bytes]:

@@ -33,9 +33,21 @@ static inline void bps_thaw(struct bps_core *core)
     for (uint32_t i = 0; i < core->n_early; i++) {
         const struct bps_early *early = &core->early[i];
         if (core->sources[early->source].kind != BPS_CLOSED)
-            bps_arrive(core, early->source, early->part, early->round, early->flags, 0, 0, early->time_ns);
+            bps_arrive(core, early->source, early->part, early->round, early->flags, early->segment, early->offset,
+                       early->time_ns);
     }
     core->n_early = 0;
+}
+
+/* Keep, as early arrivals, what peers of this host have announced to a frozen engine. Called with the lock. */
+static inline void bps_keep_announced(struct bps_core *core)
+{
+    struct bps_entry entry;
+    for (uint32_t i = 0; i < core->n_sources; i++)
+        while (core->sources[i].kind == BPS_SHM_PEER && bps_next_entry(core, i, &entry) == 0)
+            for (uint32_t k = entry.part; k < entry.part + entry.count; k++)
+                bps_keep_early(core, (struct bps_early){i, k, entry.round, entry.flags, entry.time_ns, entry.segment,
+                                                        bps_offset_of(core, &entry, k)});
 }
 
 /* Whether the one part that waits for a thread can be summed by this one, which has received its last input. */
@@ -57,7 +69,7 @@ static void bps_on_arrived(void *engine, uint32_t source, uint32_t part, uint32_
     flags &= ~BPS_MORE_ARRIVED;
     pthread_mutex_lock(&core->lock);
     if (core->frozen)
-        bps_keep_early(core, (struct bps_early){source, part, round, flags, now_ns});
+        bps_keep_early(core, (struct bps_early){source, part, round, flags, now_ns, 0, 0});
     else
         queued = bps_arrive(core, source, part, round, flags, 0, 0, now_ns);
     if (queued && has_time && bps_may_sum_at_once(core)) {

@@ -49,10 +49,12 @@ struct bps_worker {
     struct bps_rows_cursor cursors[BPS_MAX_SOURCES];
 };
 
-/* What a transport has received while the engine was frozen; the commit decides which part it belongs to. */
+/* What has arrived while the engine was frozen; the commit decides which part it belongs to. */
 struct bps_early {
     uint32_t source, part, round, flags;
     uint64_t time_ns;
+    uint16_t segment; /* of a peer of this host: where it lies */
+    uint64_t offset;
 };
 
 struct bps_core {
@@ -363,6 +365,26 @@ static inline void bps_take_rate(struct bps_core *core, uint32_t source, const s
         part->codec->rate = rate;
 }
 
+/* Where partition `k` of an entry lies. */
+static inline uint64_t bps_offset_of(const struct bps_core *core, const struct bps_entry *entry, uint32_t k)
+{
+    return entry->offset + core->parts[k].unit_offset - core->parts[entry->part].unit_offset;
+}
+
+/* Take the next entry off a source's lane: 0, or -1 if there is none, or it makes no sense: then the source is broken. */
+static inline int bps_next_entry(struct bps_core *core, uint32_t i, struct bps_entry *entry)
+{
+    struct bps_source *source = &core->sources[i];
+    int rc = source->is_broken ? -1 : bps_lane_pop(source->lane, source->capacity, entry);
+    if (rc > 0)
+        bps_broken(core, i, 0, 0);
+    else if (rc == 0 && (entry->count > BPS_MAX_PARTS || entry->part > BPS_MAX_PARTS - entry->count)) {
+        bps_broken(core, i, entry->part, entry->round);
+        rc = -1;
+    }
+    return rc == 0 ? 0 : -1;
+}
+
 /* Take in what ranks and peers of this host have announced; a frozen engine leaves it to the commit. */
 static inline void bps_drain(struct bps_core *core)
 {
@@ -373,22 +395,13 @@ static inline void bps_drain(struct bps_core *core)
         struct bps_source *source = &core->sources[i];
         if (source->kind != BPS_RANK && source->kind != BPS_SHM_PEER)
             continue;
-        int rc = -1;
-        while (!source->is_broken && (rc = bps_lane_pop(source->lane, source->capacity, &entry)) == 0) {
-            if (entry.count > BPS_MAX_PARTS || entry.part > BPS_MAX_PARTS - entry.count) {
-                bps_broken(core, i, entry.part, entry.round);
-                continue;
-            }
+        while (bps_next_entry(core, i, &entry) == 0)
             for (uint32_t k = entry.part; k < entry.part + entry.count && !source->is_broken; k++)
                 if (entry.flags & BPS_FLAG_RATE)
                     bps_take_rate(core, i, &entry, k);
                 else
-                    bps_arrive(core, i, k, entry.round, entry.flags, entry.segment,
-                               entry.offset + core->parts[k].unit_offset - core->parts[entry.part].unit_offset,
+                    bps_arrive(core, i, k, entry.round, entry.flags, entry.segment, bps_offset_of(core, &entry, k),
                                entry.time_ns);
-        }
-        if (rc > 0)
-            bps_broken(core, i, 0, 0);
     }
 }
 

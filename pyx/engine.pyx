@@ -264,6 +264,43 @@ cdef class Engine:
         _check_owner_change(bps_follow(self._open(), part, owner, kept_round, keeper),
                             f"part {part} after round {kept_round}")
 
+    def has_come(self, uint32_t part, uint32_t source, uint32_t round):
+        """As `was_told`, and *source* may be a peer of this host."""
+        return bool(bps_has_come(self._open(), part, source, round))
+
+    def drop_early(self, uint32_t part, uint32_t source, uint32_t round):
+        """Drop what *source* has sent of *round* of *part* while this engine was frozen."""
+        bps_drop_early(self._open(), part, source, round)
+
+    def set_divisor(self, uint32_t part, int64_t divisor):
+        """Divide the results of *part* by *divisor* from the next sum on. Only while frozen (else ValueError)."""
+        _check_owner_change(bps_set_divisor(self._open(), part, divisor), f"part {part} of {divisor} ranks")
+
+    def lose_input(self, uint32_t part, uint32_t source):
+        """Take the input of *source*, which is lost, out of *part*, if it has one. Only while frozen.
+
+        A part without inputs is forgotten. Returns whether there are inputs left. Raises ValueError if there is no such
+        part.
+        """
+        cdef bps_core *core = self._open()
+        _check_owner_change(bps_lose_input(core, part, source), f"part {part} without {source}")
+        return core.parts[part].inputs != NULL
+
+    def redo(self, uint32_t part, uint32_t kept_round, bint sums_again):
+        """Go back to *kept_round* of *part*: the next round is summed again, without a rank. Only while frozen.
+
+        *sums_again*: by this node, whose inputs of that round are all in place. Raises ValueError if the part is
+        compressed, has a store, or is not at one of these rounds.
+        """
+        _check_owner_change(bps_redo(self._open(), part, kept_round, sums_again), f"part {part} after {kept_round}")
+
+    def await_again(self, uint32_t part, uint32_t source):
+        """Wait for another input of *source* in the round that comes next: the one that came does not count.
+
+        Only while frozen (else ValueError).
+        """
+        _check_owner_change(bps_await_again(self._open(), part, source), f"part {part} from {source}")
+
     def remove(self, uint32_t part):
         """Forget a part whose generation was refused before it was committed."""
         bps_table_remove(self.core, part)
@@ -406,6 +443,10 @@ cdef class Engine:
         bps_abort(core, source, len(text))
         for i in range(core.n_parts):
             bps_wake(bps_board_word(core.board, i), WAKE_ALL)
+
+    def set_n_lost(self, uint32_t n):
+        """Say on the board how many ranks the job has lost, and goes on without."""
+        bps_store(&(<bps_board *>self._open().board).n_lost, n)
 
     @property
     def failure(self):

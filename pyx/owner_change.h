@@ -1,5 +1,5 @@
-/* Owner change: what happens to a part whose owner is lost, or gives it up, between a freeze and its commit. All
- * functions take the engine's lock.
+/* Owner change: what happens to a part whose owner is lost, or gives it up, or of which a rank is lost, between a
+ * freeze and its commit. All functions take the engine's lock.
  *
  * The last round of such a part that any survivor has completed is `after`. Its result is kept: nodes that lack it get
  * it from a keeper. If the next round has begun, it is pushed again to the new owner, from where its inputs still are:
@@ -184,6 +184,109 @@ static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_
         old->given_round = after + 1;
         bps_table_trim(core);
     }
+    bps_leave(core);
+    return status;
+}
+
+/* -- a rank is lost ------------------------------------------------------------------------------------------------ */
+
+/* Keep what peers of this host have announced, then say as `bps_was_told`. */
+static inline int bps_has_come(struct bps_core *core, uint32_t index, uint32_t source, uint32_t round)
+{
+    pthread_mutex_lock(&core->lock);
+    if (core->frozen)
+        bps_keep_announced(core);
+    bps_leave(core);
+    return bps_was_told(core, index, source, round);
+}
+
+/* Drop what `source` has sent of a round of a part while this engine was frozen. */
+static inline void bps_drop_early(struct bps_core *core, uint32_t index, uint32_t source, uint32_t round)
+{
+    uint32_t n = 0;
+    pthread_mutex_lock(&core->lock);
+    for (uint32_t i = 0; i < core->n_early; i++) {
+        struct bps_early early = core->early[i];
+        if (early.part != index || early.source != source || early.round != round)
+            core->early[n++] = early;
+    }
+    core->n_early = n;
+    bps_leave(core);
+}
+
+/* Divide the results of a part by `divisor` from the next sum on. */
+static inline int bps_set_divisor(struct bps_core *core, uint32_t index, int64_t divisor)
+{
+    pthread_mutex_lock(&core->lock);
+    int is_there = index < core->n_parts && core->parts[index].inputs != NULL;
+    int status = bps_change_status(core, is_there, 1);
+    if (status == BPS_OWNER_CHANGED)
+        core->parts[index].divisor = divisor;
+    bps_leave(core);
+    return status;
+}
+
+/* Take the input of `source` out of a part, for good, if it has one. A part without inputs is forgotten. */
+static inline int bps_lose_input(struct bps_core *core, uint32_t index, uint32_t source)
+{
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *part = &core->parts[index];
+    int is_there = index < core->n_parts && part->inputs != NULL, status = bps_change_status(core, is_there, 1);
+    uint32_t at = 0;
+    while (status == BPS_OWNER_CHANGED && at < part->n_inputs && part->inputs[at].source != source)
+        at++;
+    if (status == BPS_OWNER_CHANGED && at < part->n_inputs) {
+        part->n_missing -= !part->inputs[at].arrived;
+        memmove(part->inputs + at, part->inputs + at + 1, (part->n_inputs - at - 1) * sizeof *part->inputs);
+        *(at < part->n_before                   ? &part->n_before
+          : at < part->n_before + part->n_local ? &part->n_local
+                                                : &part->n_after) -= 1;
+        if (--part->n_inputs == 0) {
+            bps_part_free(part);
+            bps_table_trim(core);
+        }
+    }
+    bps_leave(core);
+    return status;
+}
+
+/* Sum the round after `after` of a part again, at the commit: its word goes back. If this node has summed it or passed
+ * it on, and is to do so again (`sums_again`), the inputs that are left count as arrived: a rank writes the next ones,
+ * and a node sends them, only when all of the unit is complete, which it is nowhere. */
+static inline int bps_redo(struct bps_core *core, uint32_t index, uint32_t after, int sums_again)
+{
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *part = &core->parts[index];
+    int is_there = index < core->n_parts && part->inputs != NULL && part->codec == NULL && part->store == NULL;
+    int status = bps_change_status(core, is_there, is_there && bps_is_at(part, after));
+    if (status == BPS_OWNER_CHANGED) {
+        uint32_t *word = bps_board_word(core->board, index);
+        if (bps_load(word) == after + 1) {
+            bps_add(&((struct bps_board *)core->board)->n_redone, 1);
+            bps_store(word, after);
+        }
+        if (sums_again && part->round != after) {
+            part->round = after;
+            part->n_missing = 0;
+            for (uint32_t i = 0; i < part->n_inputs; i++)
+                part->inputs[i].arrived = 1;
+        }
+    }
+    bps_leave(core);
+    return status;
+}
+
+/* Wait again for the input of `source` in the round after the last one: the one that came does not count. */
+static inline int bps_await_again(struct bps_core *core, uint32_t index, uint32_t source)
+{
+    pthread_mutex_lock(&core->lock);
+    struct bps_part *part = &core->parts[index];
+    int is_there = index < core->n_parts && part->inputs != NULL, status = bps_change_status(core, is_there, 1);
+    for (uint32_t i = 0; status == BPS_OWNER_CHANGED && i < part->n_inputs; i++)
+        if (part->inputs[i].source == source && part->inputs[i].arrived) {
+            part->inputs[i].arrived = 0;
+            part->n_missing++;
+        }
     bps_leave(core);
     return status;
 }

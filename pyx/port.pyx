@@ -230,12 +230,13 @@ cdef class Port:
 
     def done(self, uint32_t part, uint32_t n_parts, uint32_t round):
         """Return whether *round* of all these partitions is complete."""
-        cdef uint32_t i
+        cdef uint32_t i, redone
         self._check(part, n_parts)
+        redone = bps_board_redone(self.port.board)
         for i in range(part, part + n_parts):
             if not bps_reached(bps_load(bps_board_word(self.port.board, i)), round):
                 return False
-        return True
+        return redone == bps_board_redone(self.port.board)
 
     def wait(self, uint32_t part, uint32_t n_parts, uint32_t round, double timeout_s):
         """Wait until *round* of all these partitions is complete; return DONE, TIMED_OUT, ABORTED or NODE_DIED.
@@ -245,8 +246,9 @@ cdef class Port:
         cdef int status = BPS_DONE
         cdef uint64_t entered_ns = bps_now_ns()
         cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
-        cdef uint32_t left = n_parts
+        cdef uint32_t left = n_parts, redone
         self._check(part, n_parts)
+        redone = bps_board_redone(self.port.board)
         try:
             while left > 0:
                 with nogil:
@@ -255,6 +257,8 @@ cdef class Port:
                         if status != BPS_DONE:
                             break
                         left -= 1
+                        if left == 0 and redone != bps_board_redone(self.port.board):
+                            redone, left = bps_board_redone(self.port.board), n_parts  # some may have gone back
                 if status == BPS_INTERRUPTED:
                     PyErr_CheckSignals()
                 elif status != BPS_DONE:
@@ -266,6 +270,8 @@ cdef class Port:
     def deliver(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, uint32_t part, uint64_t stride,
                 uint32_t round, double timeout_s):
         """Wait for the partitions that *source* is made of and copy each out as soon as it is complete.
+
+        Where the loss of a rank may make words go back, the caller has waited for the whole unit.
 
         *source* is the result's start (or a place inside its first partition's *stride* bytes is the caller's
         arithmetic: partition boundaries are counted from *source*). Returns as `wait` does; on anything but
@@ -342,6 +348,13 @@ cdef class Port:
             return 0, ""
         reason = PyBytes_FromStringAndSize(<char *>self.port.board + BPS_REASON_OFFSET, BPS_REASON_NBYTES)
         return state, reason.split(b"\0", 1)[0].decode(errors="replace")
+
+    @property
+    def n_lost(self):
+        """How many ranks the job has lost, and gone on without."""
+        if not self.open:
+            raise ValueError("this port is closed")
+        return bps_load(&(<bps_board *>self.port.board).n_lost)
 
     @property
     def native(self):

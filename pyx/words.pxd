@@ -48,9 +48,10 @@ cdef extern from "steps.h" nogil:
 
 cdef extern from "board.h" nogil:
     struct bps_board:
-        uint32_t magic, state, n_words
+        uint32_t magic, state, n_words, n_redone, n_lost
     enum: BPS_BOARD_MAGIC, BPS_BOARD_HEADER, BPS_BOARD_STRIDE, BPS_REASON_OFFSET, BPS_REASON_NBYTES, BPS_MAX_PARTS
     uint32_t *bps_board_word(void *, uint32_t)
+    uint32_t bps_board_redone(const void *)
     int bps_reached(uint32_t, uint32_t)
 
 cdef extern from "record.h" nogil:

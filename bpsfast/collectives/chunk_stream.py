@@ -113,4 +113,4 @@ def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkS
     n = size.n_chunks * size.chunk_nbytes // TABLE[dtype].itemsize
     return TensorSpec(name=f"{name}/{dtype}.{op}.{size.name}", dtype=dtype, shape=(n,), average=op == "avg",
                       op="sum" if op == "avg" else op, ranks=ranks, priority=PRIORITY,
-                      partition_nbytes=size.chunk_nbytes)
+                      partition_nbytes=size.chunk_nbytes, separate=True)

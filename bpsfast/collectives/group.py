@@ -107,6 +107,7 @@ class Group:
         self._sizes = chunk_sizes(session.n_nodes + session.n_helpers == 1)
         self._streams: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
         self._is_direct = (session.n_nodes == 1 and 1 < self.size <= MOST_RANKS and session.settings.sums == "on"
+                           and not session.membership.goes_on
                            and session.settings.direct_sums == "auto")
         self._machine_channel: MachineChannel | None = None
         self._at_once: DirectCalls | None = None
@@ -394,7 +395,7 @@ class Group:
         ahead = min(*(size.n_chunks for size in self._sizes), *(unit.n_parts for unit in units))
         # As bytes: for records NumPy compares the fields in Python.
         together = np.concatenate([some.view(_RAW) for some in chunks]).view(CHUNK_DTYPE)
-        return self.session.port.pipelined_transfer(together, ahead, subject_of, self._limit_s)
+        return self.session.port.pipelined_transfer(together, ahead, subject_of, self._limit_s, self.ranks)
 
     @property
     def _limit_s(self) -> float:
@@ -432,6 +433,7 @@ class Group:
             raise self._broken
         if self._closed:
             raise ClosedError(f"group {self.name!r} is closed")
+        self.session.membership.require(self.ranks, f"group {self.name!r}")
 
     def _check_op(self, op: str) -> None:
         if op != "avg" and op not in OPS:

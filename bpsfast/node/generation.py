@@ -92,6 +92,7 @@ class UnitResources:
     """What this node uses for one unit: parts of the engine, expected writes, memory."""
 
     ranks: tuple[int, ...] = ()  # that push it, if not all
+    is_average: bool = False
     names: tuple[str, ...] = ()  # of its tensors
     parts: list[PartPlan] = field(default_factory=list)
     bound: list[tuple[int, int]] = field(default_factory=list)  # (node, part)

@@ -38,6 +38,7 @@ class LocalRank:
         self.local_rank = message.local_rank
         self.rank = message.rank
         self.left = False
+        self.lost = False  # the job goes on without it
         self.dead = False
         self.source = -1
         self.attach = message

@@ -40,6 +40,7 @@ class LocalRanks:
         self._package = package
         self._fingerprint = dict(fingerprint)
         self._expected = settings.local_size
+        self._goes_on = settings.on_worker_loss == "continue"
         self._servers: list[MessageSocket] = []
         self._attached = False
         self._has_affinity = False
@@ -229,7 +230,12 @@ class LocalRanks:
 
     def _lose(self, rank: LocalRank, reason: str) -> None:
         text = f"{rank.describe()} (local rank {rank.local_rank}, process {rank.pid}) is lost: {reason}"
-        self._node.fail(PeerLostError(text), rank.describe() if rank.rank >= 0 else "", reason)
+        if not self._goes_on or not self._attached or self._node.ending:
+            self._node.fail(PeerLostError(text), rank.describe() if rank.rank >= 0 else "", reason)
+        elif not rank.lost:
+            rank.lost = rank.left = True
+            log.warning("%s", text)
+            self._node.send(messages.Lost(who=rank.describe(), reason=reason))
 
     def _server_left(self, link: MessageSocket) -> None:
         try:

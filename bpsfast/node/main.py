@@ -148,7 +148,7 @@ class Node:
         self._scheduler_failover = SchedulerFailover(self, self._control_log, self._peers, self._plans,
                                                      settings.start_timeout_s)
         self._recovery = Recovery(self, self._runtime, self._plans, self._peers.drop_peer,
-                                  self._peers.add_peer, self._epochs)
+                                  self._peers.add_peer, self._epochs, self._local_ranks.tell_all)
         self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None

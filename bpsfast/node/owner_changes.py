@@ -22,6 +22,7 @@ from ..pyx.engine import NOBODY
 from ..pyx.pages import Segment
 from .dispatch import ResultResend
 from .generation import Generation, UnitResources
+from .redone_rounds import Dropped, RedoneRounds
 from .regions import Place, Regions, page_round
 from .transport import WireLink, wire
 from .transport.shm import ShmLink
@@ -54,10 +55,13 @@ class SharedMemoryTakeover:
 
 
 class OwnerTransfer:
-    """Executes one `Recover` message. *unit_resources*: of committed units; *takeovers*: of lost nodes of this host."""
+    """Executes one `Recover` message. *unit_resources*: of committed units; *takeovers*: of lost nodes of this host.
+
+    *dropped*: see `RedoneRounds`.
+    """
 
     def __init__(self, parts: NodeParts, unit_resources: Mapping[int, UnitResources],
-                 takeovers: Mapping[int, SharedMemoryTakeover], message: Recover) -> None:
+                 takeovers: Mapping[int, SharedMemoryTakeover], message: Recover, dropped: Dropped) -> None:
         self._me, self._engine, self._regions, self._links, self._sources, self._role, *_ = parts
         self._node_parts = parts
         self._unit_resources = unit_resources
@@ -68,6 +72,7 @@ class OwnerTransfer:
         self._given_up: list[tuple[messages.OwnerChange, dict[str, Any] | None]] = []
         self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is under way to this node
         self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) of which nothing more comes
+        self._redone = RedoneRounds(parts, unit_resources, message, dropped)
         #: Results that this node has to send to others after the commit.
         self.resends: list[ResultResend] = []
 
@@ -119,6 +124,11 @@ class OwnerTransfer:
         return {each.part for each in self._message.owner_changes if each.giver >= 0}
 
     @property
+    def forgotten(self) -> set[int]:
+        """The partitions of which earlier writes must not be repeated over another link."""
+        return self.given_up | self._redone.parts_sent_again
+
+    @property
     def arrived(self) -> bool:
         """Whether all has arrived that was under way between this node and owners that give up, and the engine knows.
 
@@ -128,18 +138,19 @@ class OwnerTransfer:
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
                          if self._wire(node).next_round(part) == round_
                          or not self._engine.was_told(part, self._sources[node], round_)]
-        return not self._awaited
+        return self._redone.arrived and not self._awaited
 
     @property
     def missing(self) -> str:
         """A list, for errors, of what had not arrived at the last call of `arrived`: rounds, partitions and nodes."""
         names = {part.part: unit.name for unit in self._message.units for part in unit.parts}
         told = [f"round {round_} of partition {part} of {names[part]!r} from node {node}"
-                for node, part, round_ in self._awaited]
+                for node, part, round_ in self._awaited] + self._redone.missing
         return ", ".join(told[:_N_NAMED]) + (f" and {len(told) - _N_NAMED} more" if len(told) > _N_NAMED else "")
 
     def begin(self) -> None:
-        """Tell the engine, which is frozen, of the new owners. After the dispatcher."""
+        """Tell the engine, which is frozen, of lost ranks and new owners. After the dispatcher."""
+        self._redone.begin()
         for change, member in self._given_up:
             if member is None:
                 self._engine.give_up(change.part, change.kept_round)

@@ -18,6 +18,7 @@ class PartitionRole:
     """What node *me* among *nodes* does for each partition, and how much memory that takes.
 
     *links* by node, which may change; *local*: the engine's sources of its ranks; *gpu_direct*: memory on a device.
+    `lost`: the ranks that the job goes on without; `hit`: the nodes that had them.
     """
 
     def __init__(self, me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], local: Sequence[int],
@@ -28,12 +29,29 @@ class PartitionRole:
         self._local = list(local)
         self._gpu_direct = gpu_direct
         self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
+        self.lost: frozenset[int] = frozenset()
+        self.hit: list[int] = []
 
     def members_of(self, ranks: tuple[int, ...]) -> Members:
-        """Return the members of a unit of *ranks*."""
+        """Return the members of a unit of *ranks*, except those that are lost."""
         if ranks not in self._members:
-            self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local)
+            self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local, self.lost)
         return self._members[ranks]
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Go on without *ranks*: all that are lost by now."""
+        self.lost = frozenset(ranks)
+        self.hit = [node.index for node in self._nodes if not self.lost.isdisjoint(node.ranks)]
+        self._members.clear()
+
+    def has_lost(self, ranks: Collection[int]) -> bool:
+        """Whether one of *ranks* (empty: all) is lost."""
+        return bool(self.lost) and (not ranks or not self.lost.isdisjoint(ranks))
+
+    @property
+    def local_ranks(self) -> list[tuple[int, int]]:
+        """The engine's source and the number of each rank here, lost ones included."""
+        return list(zip(self._local, self._me.ranks))
 
     def appears_here(self, unit: UnitPlan, part: PartPlan) -> bool:
         """Whether the result of *part* is written into this node's memory."""
@@ -138,9 +156,9 @@ class Members:
 
 
 def members_of(ranks: Sequence[int], me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link],
-               local: Sequence[int]) -> Members:
-    """Return the members of a unit of *ranks* (empty: all); *local* are the sources of *me*'s ranks."""
-    chosen = set(ranks) if ranks else {rank for node in nodes for rank in node.ranks}
+               local: Sequence[int], lost: Collection[int] = ()) -> Members:
+    """Return the members of a unit of *ranks* (empty: all) without *lost*; *local* are the sources of *me*'s ranks."""
+    chosen = (set(ranks) if ranks else {rank for node in nodes for rank in node.ranks}) - set(lost)
     with_ranks = tuple(node.index for node in nodes if not chosen.isdisjoint(node.ranks))
     return Members(
         n_ranks=len(chosen), nodes=with_ranks,

@@ -21,6 +21,7 @@ from .generation import Generation, ParameterStores, UnitResources
 from .gpu_direct import GpuDirect
 from .owner_changes import OwnerTransfer, SharedMemoryTakeover
 from .partition_role import PartitionRole
+from .redone_rounds import Dropped
 from .regions import Chunk, Regions
 from .transport import Link, wire
 from .transport.rdma import PeerSlots, RdmaLink
@@ -66,6 +67,7 @@ class PlanInstaller:
         self._takeovers: dict[int, SharedMemoryTakeover] = {}  # of nodes of this host that are lost
         self._stores = ParameterStores(engine, regions.stores)
         self._parts = NodeParts(me, engine, regions, links, sources, self._role, self._stores, sums)
+        self._dropped: Dropped = set()  # since the last commit of a change of epoch
         #: The newest generation whose parts were bound here, committed or not.
         self.newest_generation = 0
         self.parts: dict[int, Part] = {}
@@ -220,6 +222,22 @@ class PlanInstaller:
         """The nodes that this one shares memory with, including lost ones."""
         return tuple(sorted({*(link.index for link in self._shm_links()), *self._takeovers}))
 
+    @property
+    def n_lost(self) -> int:
+        """How many ranks the job goes on without."""
+        return len(self._role.lost)
+
+    def lose_ranks(self, ranks: Sequence[int]) -> None:
+        """Go on without *ranks*: all that the job has lost by now."""
+        self._role.lose(ranks)
+
+    def require_undropped(self, index: int) -> None:
+        """Raise `PeerLostError` if a link to node *index* cannot replace the one before: the peer would write again
+        what this node has dropped, because a rank is lost, and it could not be told from what comes instead."""
+        if any(node == index for node, _, _ in self._dropped):
+            raise PeerLostError(f"the connection to node {index} has ended while the job was going on without a lost "
+                                "rank: what was sent over it cannot be told from what is summed again")
+
     def peer_lost(self, link: Link) -> None:
         """Record the loss of the node behind *link*, which is closed or whose process has ended; keep its memory."""
         if isinstance(link, ShmLink):
@@ -245,7 +263,7 @@ class PlanInstaller:
         """
         self._require_reach(message)
         generation = Generation(Plan(generation=message.generation, units=message.units), is_owner_change=True)
-        transfer = OwnerTransfer(self._parts, self._unit_resources, self._takeovers, message)
+        transfer = OwnerTransfer(self._parts, self._unit_resources, self._takeovers, message, self._dropped)
         try:
             transfer.prepare(generation)
         except BaseException:
@@ -258,9 +276,11 @@ class PlanInstaller:
 
     def succeeded(self, generation: Generation) -> None:
         """Record the new owners of a generation that `prepare_owner_change` has made."""
+        self._dropped.clear()
         for unit in generation.plan.units:
             fresh = generation.unit_resources.get(unit.unit)
-            resources = self._unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks))
+            resources = self._unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks,
+                                                                                 is_average=unit.average))
             mine = {part.part for part in resources.parts}
             if fresh is not None:
                 resources.absorb(fresh)
@@ -274,7 +294,21 @@ class PlanInstaller:
                     if known is not None:
                         self._remove_owner(unit, part, known.owner)
                     self._add_part(unit, number, part)
+        if self._role.lost:
+            self._count_again()
         self._forget_early(generation)
+
+    def _count_again(self) -> None:
+        """Find `shares` and `readers` anew: nodes may have lost the last rank that pushes something."""
+        self.shares.clear()
+        self.readers.clear()
+        for resources in self._unit_resources.values():
+            for part in resources.parts:
+                written_to = self._written_to(resources.ranks, part)
+                if part.owner == self._me.index:
+                    self.readers[part.part] = written_to
+                for source in written_to:
+                    self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
         """Yield (node, number, segment) of every segment that holds results of *generation*, except device memory."""

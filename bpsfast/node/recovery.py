@@ -38,17 +38,22 @@ class Recovery:
     """Executes changes of epoch on *node*, one after the other. For the control loop's thread.
 
     *drop_peer*: called with the index of each lost node before its connection is closed: stop watching it. *add_peer*:
-    called with the index of each node that has joined: make it a peer, unless it is one. *epochs*: the epochs that this
+    called with the index of each node that has joined: make it a peer, unless it is one. *tell_ranks*: called before
+    the first sum without lost ranks. *epochs*: the epochs that this
     node knows: each change begins one, and its commit ends the earlier ones.
     """
 
     def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, drop_peer: Callable[[int], None],
-                 add_peer: Callable[[int], None], epochs: Epochs) -> None:
+                 add_peer: Callable[[int], None], epochs: Epochs,
+                 tell_ranks: Callable[[messages.RanksLost], None]) -> None:
         self._node = node
         self._runtime = runtime
         self._plans = plans
         self._drop_peer = drop_peer
         self._add_peer = add_peer
+        self._tell_ranks = tell_ranks
+        self._begins: tuple[tuple[int, int], ...] = ()
+        self._lost_ranks: set[int] = set()  # that ranks here have been told of
         self._early: messages.Freeze | None = None
         self._epochs = epochs
         self._frozen: messages.Freeze | None = None
@@ -81,9 +86,11 @@ class Recovery:
             self._node.run_with_heartbeats(lambda index=index: self._runtime.exclude(index))  # type: ignore[misc]
         for index in message.joined:
             self._add_peer(index)
+        if message.lost_ranks:
+            self._runtime.lose_ranks(message.lost_ranks)
         installer = self._runtime.installer
         self._node.send(messages.FreezeReport(epoch=message.epoch, near=installer.near,
-                                        progress=installer.progress(message.lost, everything=bool(message.joined))))
+                                              progress=installer.progress(message.lost, message.reports_all)))
 
     def connected(self) -> None:
         """Execute a Freeze that came before all peers were connected."""
@@ -103,6 +110,7 @@ class Recovery:
                 generation=message.generation, reason=str(exc), ownable_nbytes=self._runtime.installer.ownable_nbytes,
                 room_nbytes=self._runtime.installer.room_nbytes))
             return
+        self._begins = message.begins
         generation, transfer = self._prepared
         self._plans.await_for(generation, transfer)
 
@@ -112,22 +120,29 @@ class Recovery:
             return False
         assert self._frozen is not None
         generation, transfer = self._prepared
-        frozen, self._frozen, self._prepared = self._frozen, None, None
+        frozen, begins = self._frozen, self._begins
+        self._frozen, self._prepared = None, None
         self._epochs.commit()
         self._plans.forget()
+        pause_s = time.monotonic() - self._since
+        if set(frozen.lost_ranks) > self._lost_ranks:
+            self._tell_ranks(messages.RanksLost(ranks=frozen.lost_ranks, reason=frozen.reason, begins=begins,
+                                                pause_s=pause_s))
+        self._lost_ranks.update(frozen.lost_ranks)
         self._runtime.succeed(generation, transfer, message.order)
         self._plans.report_room()
         self.epoch = frozen.epoch
-        self.count += bool(frozen.lost)
+        self.count += not frozen.joined
         self.n_joined += len(frozen.joined)
         if self._node.name == "node 0":
             moved = [part for unit in generation.plan.units for part in unit.parts if part.part in transfer.parts]
             new_owners = ", ".join(f"node {owner}" for owner in sorted({part.owner for part in moved}))
             what = f"{len(moved)} partitions are summed by {new_owners} from now on" if moved else (
                 "nothing was summed there" if frozen.lost else "all partitions keep their owners")
-            log.log(logging.WARNING if frozen.lost else logging.INFO, "the job goes on %s (%s): %s; epoch %d, after "
-                    "%.0f ms", "without lost nodes" if frozen.lost else "with joined nodes", frozen.reason, what,
-                    frozen.epoch, (time.monotonic() - self._since) * 1e3)
+            how = ("with joined nodes" if frozen.joined else "without lost nodes" if frozen.lost
+                   else "without lost ranks")
+            log.log(logging.INFO if frozen.joined else logging.WARNING, "the job goes on %s (%s): %s; epoch %d, after "
+                    "%.0f ms", how, frozen.reason, what, frozen.epoch, pause_s * 1e3)
         return True
 
 
@@ -194,7 +209,7 @@ class SchedulerFailover:
         peer_shutdowns = self._peers.peer_shutdowns
         for index in peer_shutdowns:
             self._control_log.record_peer_left(index)
-        others = {node.index for node in self._welcome.nodes if node.ranks} - {me.index}
+        others = {node.index for node in self._welcome.nodes if node.ranks} - {me.index} - self._control_log.lost
         return (peer_shutdowns >= others and (not me.ranks or self._peers.has_announced_shutdown)
                 and time.monotonic() - self._since >= _LAST_WAIT_S)
 

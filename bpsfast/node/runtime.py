@@ -178,6 +178,7 @@ class NodeRuntime:
     def resume(self, link: tcp.TcpLink) -> None:
         """Use *link* in place of one that was stopped by `stop_link`; what the peer awaits is written again."""
         old = self._replaced(link.index)
+        self.installer.require_undropped(link.index)
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
@@ -196,6 +197,7 @@ class NodeRuntime:
         still be replaced.
         """
         old = self._replaced(link.index)
+        self.installer.require_undropped(link.index)
         awaited = old.awaited()
         try:
             if not link.is_usable:
@@ -341,16 +343,24 @@ class NodeRuntime:
                 raise PeerLostError(f"node {link.index} is lost, and a queue pair to it could not be destroyed: it may "
                                     "still write into this node's memory")
 
+    def lose_ranks(self, ranks: Sequence[int]) -> None:
+        """Go on without *ranks*, all that the job has lost by now; nothing of those here is read. While frozen."""
+        for source, rank in self._ranks.items():
+            if rank in ranks:
+                self.engine.detach(source)
+        self.installer.lose_ranks(ranks)
+
     def succeed(self, generation: Generation, transfer: OwnerTransfer, order: tuple[int, ...]) -> None:
         """Commit a frozen engine to new owners of parts, whose owners were excluded or give them up."""
         engine = self.engine
         self.installer.succeeded(generation)
         self._order = order
         self._service.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
-        self._service.forget(transfer.given_up)  # before `begin` sends again what the new owner needs
+        self._service.forget(transfer.forgotten)  # before `begin` sends again what the new owner needs
         transfer.begin()
         for resend in transfer.resends:
             self._service.resend(resend)
+        engine.set_n_lost(self.installer.n_lost)
         engine.commit(engine.generation + 1, order)
 
     def retire(self, units: Sequence[int]) -> None:

@@ -86,7 +86,7 @@ class UnitInstaller:
 
         Everything is recorded in *resources* at once, so that it can be released if a later step fails.
         """
-        resources.ranks = unit.ranks
+        resources.ranks, resources.is_average = unit.ranks, unit.average
         resources.names = tuple(member.name for member in unit.members)
         coded = self._role.is_coded(unit)
         if coded:

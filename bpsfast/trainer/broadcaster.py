@@ -43,7 +43,7 @@ HEADER_NBYTES = 256
 _HEADER = struct.Struct("<4sIQQII32s192s")
 _MAGIC = b"BPBC"
 _CHANNEL = TensorSpec(name="bpsfast.broadcast", dtype="uint8", shape=(N_PARTS * PART_NBYTES,), average=False,
-                      partition_nbytes=PART_NBYTES)
+                      partition_nbytes=PART_NBYTES, separate=True)
 
 #: (address, nbytes) of memory that is read or written in order.
 Pieces = Sequence[tuple[int, int]]
@@ -76,6 +76,7 @@ class Broadcaster:
         """
         nbytes = sum(n for _, n in pieces)
         with self._lock, self._turn() as unit:
+            unit.needed = ()
             header = _pack(self._sequence, nbytes, self._session.rank, text)
             memory = np.frombuffer(header, np.uint8)
             first = self._chunk
@@ -94,6 +95,7 @@ class Broadcaster:
         sent.
         """
         with self._lock, self._turn() as unit:
+            unit.needed = (root,)
             first = self._chunk
             self._take_part(unit, first)
             self._wait(unit, first)

@@ -9,6 +9,7 @@ the caches.
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ class PartitionedUnit(Protocol):
     stride: int
     n_parts: int
     first_part: int
+    needed: Collection[int]
 
     def result_address(self, round: int, offset: int) -> int: ...
 

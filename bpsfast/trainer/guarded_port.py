@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..orchestration.messages import StallAnswer
 from ..pyx.direct import DIFFERENT as DIFFERENT_CALL, Channel, DirectCalls, DirectTensor, Rounds
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .chunk_descriptors import Array, PartitionedUnit
+from .membership import Membership
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -42,14 +43,16 @@ class GuardedPort:
     missing, and whether they can still come; *inspector* records long waits. *start_deferred* starts deferred pushes
     that can be, and returns whether some are left. *node_lost* returns what to raise when the node has ended and no
     abort says why. *make_channel* opens the channel in some memory: for so many ranks, as one of them, for so many
-    bytes. *deferred*: the deferred pushes.
+    bytes. *deferred*: the deferred pushes. *membership*: which ranks take part.
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], stall_query: StallQuery,
                  inspector: StallInspector, start_deferred: Callable[[], bool], node_lost: Callable[[], BpsError],
-                 make_channel: Callable[[memoryview, int, int, int], Channel], deferred: dict[str, Any]) -> None:
+                 make_channel: Callable[[memoryview, int, int, int], Channel], deferred: dict[str, Any],
+                 membership: Membership) -> None:
         self._port = port
         self._deferred = deferred
+        self._membership = membership
         self._make_channel = make_channel
         self._channels: set[Channel] = set()
         self._me = me
@@ -108,14 +111,17 @@ class GuardedPort:
         missing ranks. Raises what the job was aborted with, as `PeerLostError`.
         """
         self._in_slices(lambda wait_s: self._wait(part, n_parts, round, wait_s),
-                        lambda: (unit, part, n_parts, round), timeout_s)
+                        lambda: (unit, part, n_parts, round), timeout_s, needed=unit.needed)
 
     def exchange(self, unit: PartitionedUnit, round: int, place: tuple[int, int], timeout_s: float) -> None:
         """Announce *unit*'s inputs at *place* (segment, offset) and wait: cheaper than `submit` and `wait`."""
         part, n_parts = unit.first_part, unit.n_parts
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self.start_deferred() else _SLICE_S)
         self.submit(part, n_parts, round, *place, False, unit.nbytes)
-        if self._wait(part, n_parts, round, slice_s) != DONE:
+        if self._wait(part, n_parts, round, slice_s) == DONE:
+            if self._membership.goes_on:
+                self._membership.update()
+        else:
             self._in_slices(lambda wait_s: self._wait(part, n_parts, round, wait_s),
                             lambda: (unit, part, n_parts, round), timeout_s, spent_s=slice_s)
 
@@ -128,13 +134,15 @@ class GuardedPort:
         n_parts = -(-nbytes // unit.stride)
         # A slice that times out copies complete partitions again, which is rare and cheap beside the wait.
         self._in_slices(lambda wait_s: self._deliver(address, source, nbytes, part, unit.stride, round, wait_s),
-                        lambda: (unit, part, n_parts, round), timeout_s)
+                        lambda: (unit, part, n_parts, round), timeout_s, needed=unit.needed)
 
     def pipelined_transfer(self, chunks: Array, ahead: int,
-                           subject_of: Callable[[int], tuple[PartitionedUnit, int, int]], timeout_s: float) -> bool:
+                           subject_of: Callable[[int], tuple[PartitionedUnit, int, int]], timeout_s: float,
+                           needed: Collection[int] = ()) -> bool:
         """Send and receive *chunks* (`Port.pipelined_transfer`); return whether the fingerprints among them agree.
 
-        ``subject_of(i)`` is (unit, partition of the job, round) of chunk i. Raises as `wait`.
+        ``subject_of(i)`` is (unit, partition of the job, round) of chunk i. Raises as `wait`, and `PeerLostError` if
+        one of the ranks *needed* is lost.
         """
         n_in = n_out = 0
         raw = chunks.view(np.uint8)
@@ -148,7 +156,7 @@ class GuardedPort:
             unit, part, round = subject_of(n_out)
             return unit, part, 1, round
 
-        return self._in_slices(transfer, subject, timeout_s) == DONE
+        return self._in_slices(transfer, subject, timeout_s, needed=needed) == DONE
 
     def open_channel(self, memory: memoryview, n_ranks: int, me: int, most_nbytes: int) -> Channel:
         """Return the channel in *memory* as rank *me* of the *n_ranks* that use it (`pyx.direct.Channel`). It is closed
@@ -233,12 +241,17 @@ class GuardedPort:
         return True
 
     def _in_slices(self, wait: Callable[[float], int], subject: Callable[[], _Awaited], timeout_s: float,
-                   spent_s: float = 0.0) -> int:
-        """Call *wait* with seconds until it returns DONE or DIFFERENT, and return that."""
+                   spent_s: float = 0.0, needed: Collection[int] = ()) -> int:
+        """Call *wait* with seconds until it returns DONE or DIFFERENT, and return that.
+
+        Raises `PeerLostError` if one of the ranks *needed* is lost.
+        """
         deferred = self.start_deferred()
         with StallTimer(self._me, timeout_s, self._stall_query, self._inspector, spent_s=spent_s) as patience:
             while True:
                 outcome = wait(min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
+                if self._membership.goes_on and outcome in (DONE, DIFFERENT, TIMED_OUT):
+                    self._membership.require(needed, "this call")
                 if outcome in (DONE, DIFFERENT):
                     return outcome
                 if outcome in (ABORTED, NODE_DIED):

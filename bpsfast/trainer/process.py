@@ -18,6 +18,7 @@ from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
 from . import node_connection
 from .exit_handling import ExitWatch, shorten_tracebacks
+from .membership import Loss
 from .session import Session
 
 _current: Session | None = None
@@ -156,8 +157,32 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the number of ranks in the job."""
-    return current().size
+    """Return the number of ranks that take part in the job (`members`)."""
+    return len(current().membership.members)
+
+
+def members() -> tuple[int, ...]:
+    """Return the ranks that take part in the job now: all, without those that it has lost and goes on without.
+
+    A rank keeps its number, so with the setting on_worker_loss = continue there may be gaps.
+    """
+    return current().membership.members
+
+
+def losses() -> tuple[Loss, ...]:
+    """Return the losses of ranks that the job has survived (the setting on_worker_loss), the earliest first."""
+    return tuple(current().membership.losses)
+
+
+def on_ranks_lost(callback: Callable[[Loss], object]) -> None:
+    """Call *callback* with a `Loss` each time that the job goes on without a lost rank, until `shutdown`.
+
+    It is called in the thread that waits for a sum, before that thread gets the first one without the lost ranks. All
+    remaining ranks get the same losses in the same order, but maybe not in the same wait. It must not push or wait
+    itself. What it raises reaches the caller of the wait. Use it to change what depends on the number of ranks: the
+    learning rate, and who reads which samples.
+    """
+    current().membership.call_on_loss(callback)
 
 
 def local_rank() -> int:

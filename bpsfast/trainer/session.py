@@ -29,6 +29,7 @@ from .gpu.devices import Devices
 from .guarded_port import GuardedPort
 from .input_memory import InputMemory
 from .key_value_client import KeyValueClient
+from .membership import Membership
 from .node_connection import Attachment, Mailbox, NodeRequests
 from .stall_inspector import StallInspector, StallQuery
 from .step_clock import StepClock
@@ -73,23 +74,27 @@ class Session:
         self._requests = NodeRequests(settings.timeout_s, mailbox)
         self.stall_query = StallQuery(self.rank, self._requests)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
+        goes_on = settings.on_worker_loss == "continue"
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(port, self._pushed_nbytes)
         self.memory = InputMemory(self.rank, settings.timeout_s, self.require_open, mailbox)
         self.states = States(self._requests, self.memory)
         self.key_values = KeyValueClient(self.rank, self._requests)
         self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
-                                      self.stall_query, self.inspector)
+                                      self.stall_query, self.inspector, goes_on)
+        #: Which ranks take part.
+        self.membership = Membership(self.size, goes_on, lambda: port.n_lost, mailbox, settings.timeout_s,
+                                     self._begin_without)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
                                 self.inspector, self.tensors.start_committed, self._node_lost,
                                 functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
                                                   node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us,
                                                   is_crowded=self.local_size > (os.cpu_count() or 1),
                                                   huge_pages=settings.huge_pages == "auto"),
-                                self.tensors.deferred)
+                                self.tensors.deferred, self.membership)
         #: Whether tensors of all ranks may be summed by the ranks themselves.
         self.sums_directly = (self.n_nodes + self.n_helpers == 1 and settings.sums == "on"
-                              and settings.direct_sums == "auto")
+                              and settings.direct_sums == "auto" and not goes_on)
         self.devices = Devices(self)
         self._lock = threading.RLock()
         self._extensions: dict[Callable[..., Any], _Extension] = {}
@@ -199,6 +204,8 @@ class Session:
                 self._commit(message.units)
             case messages.DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
+            case messages.RanksLost():
+                self.membership.note(message)
             case messages.FirstRankLeft():
                 self.stall_query.departed()
             case messages.BarrierDone():
@@ -209,6 +216,11 @@ class Session:
                 self._requests.receive(message.question, message)
             case messages.Detached():
                 self._released = True
+
+    def _begin_without(self, number: int, round: int, lost: frozenset[int]) -> dict[str, int]:
+        """See *begin* of `Membership`."""
+        unit = next((unit for unit in self.tensors.units() if unit.number == number), None)
+        return unit.lose(round, lost) if unit is not None else {}
 
     def _pushed_nbytes(self) -> int:
         return self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units())

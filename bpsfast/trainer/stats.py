@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ..orchestration.errors import ConfigError
 from ..orchestration.messages import LagRow, RankLag
 from . import process
+from .membership import Loss
 from .stall_inspector import Stall
 from .step_clock import StepTimes
 
@@ -37,7 +39,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     `pulled_bytes` the results of this machine, in shared memory; `sent_bytes` and `received_bytes` are the node's
     network traffic (none between nodes that share memory). `queued` partitions wait for the network card, `peak_queued`
     is the maximum. `local_lags`: ranks of this machine; `job_lags`: all ranks, on request, without those of
-    `silent_nodes`. `counters`: see `counters`.
+    `silent_nodes`. `counters`: see `counters`. `members`, `losses`: see there.
     """
 
     rank: int
@@ -58,6 +60,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     silent_nodes: tuple[int, ...]
     stalls: tuple[Stall, ...]
     counters: dict[str, int]
+    members: tuple[int, ...]
+    losses: tuple[Loss, ...]
 
     def json(self) -> str:
         """Return everything as one JSON object."""
@@ -91,12 +95,25 @@ def stats(job: bool = False) -> Stats:
         peak_queued=counters["dispatch_peak_queued"], partition_bytes=session.settings.partition_bytes,
         credit_bytes=session.settings.credit_bytes, local_lags=tuple(LocalLag.of(row) for row in told.lags),
         job_lags=answer.ranks if answer else (), silent_nodes=answer.silent_nodes if answer else (),
-        stalls=session.inspector.stalls(), counters=counters)
+        stalls=session.inspector.stalls(), counters=counters, members=session.membership.members,
+        losses=tuple(session.membership.losses))
 
 
 def counters() -> dict[str, int]:
     """Return the counters of this machine's node: bytes moved and summed, messages, registrations."""
     return process.current().ask_node().counters
+
+
+def contributors(name: str) -> tuple[int, ...]:
+    """Return the ranks whose inputs are in the last sum of tensor *name* that this rank has waited for.
+
+    Averages are divided by their number. It is all ranks of the job, unless some were lost (the setting
+    on_worker_loss). Raises `ConfigError` if this rank has summed no tensor of that name.
+    """
+    unit = process.current().tensors.unit_nowait(name)
+    if unit is None or not unit.has_begun:
+        raise ConfigError(f"contributors({name!r}): this rank has summed no tensor of that name")
+    return unit.contributors()
 
 
 def stalls() -> tuple[Stall, ...]:

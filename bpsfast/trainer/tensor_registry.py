@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError
+from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError, UnsupportedError
 from ..orchestration.messages import Declare, TensorSpec
 from .node_connection import Mailbox
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
@@ -27,13 +27,15 @@ class TensorRegistry:
 
     Waits last *timeout_s* by default. *require_open* raises `ClosedError` when the session is closed, or is another
     process's. *mailbox* sends declarations to the node, *stall_query* asks which ranks are missing, and *inspector*
-    records long waits.
+    records long waits. *must_survive*: the job goes on without lost ranks, which not all kinds of tensors do.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Mailbox, stall_query: StallQuery, inspector: StallInspector) -> None:
+                 mailbox: Mailbox, stall_query: StallQuery, inspector: StallInspector,
+                 must_survive: bool = False) -> None:
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
+        self._must_survive = must_survive
         self._require_open = require_open
         self._mailbox = mailbox
         self._stall_query = stall_query
@@ -68,13 +70,15 @@ class TensorRegistry:
         Ranks may declare in any order. Declaring the same again does nothing; *lenient*: also with other priorities, of
         which the first ones count. Raises `ConfigError` if a field has a wrong type, which the node could not read.
         Raises `MismatchError` if this rank has declared one of the names differently, or the ranks disagreed about it
-        before.
+        before. Raises `UnsupportedError` if the job is to go on without lost ranks, and could not with such a tensor.
         """
         self._require_open()
         with self._lock:
             new = [spec for spec in specs if self._is_new(spec, lenient)]
             for spec in new:
                 _check_types(spec)
+                if self._must_survive:
+                    _check_survives(spec)
             for spec in new:
                 self._specs[spec.name] = spec
         if new:
@@ -239,6 +243,17 @@ class TensorRegistry:
             unit.forget()
         self._units.clear()
         self.deferred.clear()
+
+
+def _check_survives(spec: TensorSpec) -> None:
+    """Raise `UnsupportedError` if sums of *spec* cannot go on without a lost rank."""
+    lacks = ("is compressed, and what a codec keeps of lost ranks cannot be taken back" if spec.codec is not None
+             else "is kept by its owners (asynchronous training, outer steps), and these may be lost"
+             if spec.store is not None
+             else "is summed among the GPUs of each machine first, where a lost rank cannot be replaced" if spec.islands
+             else "")
+    if lacks:
+        raise UnsupportedError(f"tensor {spec.name!r} {lacks}: unset BPSFAST_ON_WORKER_LOSS = continue, or this option")
 
 
 def _check_types(spec: TensorSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -30,12 +30,13 @@ from ..orchestration.errors import (
     UnsupportedError,
 )
 from ..orchestration.messages import MemberPlan, UnitReady
-from ..orchestration.placement.partition import round_after
+from ..orchestration.placement.partition import N_ROUNDS, round_after, rounds_ahead
 from ..pyx.direct import ANY_NBYTES, Channel, DirectTensor, channel_nbytes, format_channel
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from .guarded_port import GuardedPort
 from .input_memory import InputMemory, Region
+from .membership import Membership
 from .step_clock import StepClock
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
@@ -60,6 +61,7 @@ class UnitOwner(Protocol):
     n_nodes: int
     n_helpers: int
     sums_directly: bool
+    membership: Membership
 
     def require_open(self) -> None: ...
     def close(self, clean: bool = True, reason: str = "") -> None: ...  # timeout
@@ -95,6 +97,11 @@ class Unit:
         self._told_rate = 0.0
         self.rounds = session.clock.rounds(plan.first_round)
         self.first_round = plan.first_round
+        #: The ranks without which its sums mean nothing: the round that is waited for fails if one is lost.
+        self.needed: Collection[int] = ()
+        self._all_ranks = plan.ranks or tuple(range(session.size))
+        #: (first round, ranks that are lost) of all its rounds.
+        self._lost_from: list[tuple[int, frozenset[int]]] = [(plan.first_round, session.membership.lost)]
         self._given_up = ""  # why the last round failed, if no handle can wait for it
         self._complete = self.round  # the last round that is known to be complete
         self._lock = threading.Lock()
@@ -283,6 +290,7 @@ class Unit:
         """Whether private bytes go in and out a few partitions at a time."""
         session, nbytes = self.session, self.nbytes
         return (is_worth(self.n_parts, session.local_size) and session.n_nodes + session.n_helpers == 1
+                and not session.membership.goes_on  # the input must stay until the sum is complete on all ranks
                 and not 0 < abs(source - destination) < nbytes and session.memory.locate(source, nbytes) is None
                 and session.memory.locate(destination, nbytes) is None)
 
@@ -404,8 +412,9 @@ class Unit:
         """
         self._require_host("memory of the host is to have the sum of")
         deadline = time.monotonic() + timeout_s
-        if self.session.memory.locate(address, nbytes) is not None:
-            # The destination is an input, which must stay until the unit is complete (recovery may need it).
+        if self.session.membership.goes_on or self.session.memory.locate(address, nbytes) is not None:
+            # Partitions may be summed again without a lost rank; or the destination is an input, which must stay until
+            # the unit is complete (recovery may need it).
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
         runs = self._runs
         if not runs and self.n_parts:
@@ -423,6 +432,30 @@ class Unit:
                 at += piece
         if nbytes == self.nbytes:
             self._complete = round
+
+    def look(self, number: int, round: int, timeout_s: float) -> bool:
+        """Wait up to *timeout_s*, beside the trainer, until partition *number* of *round* may be read; return whether
+        it may.
+
+        Raises as `GuardedPort.look`.
+        """
+        port = self.session.port
+        if not self.session.membership.goes_on:
+            return port.look(self.first_part + number, round, timeout_s)
+        deadline = time.monotonic() + timeout_s  # partitions may be summed again until all are complete
+        return (all(port.look(part, round, max(0.0, deadline - time.monotonic()))
+                    for part in range(self.first_part, self.first_part + self.n_parts)) and self.done(round))
+
+    def lose(self, round: int, lost: frozenset[int]) -> dict[str, int]:
+        """Note that *round* is the first without *lost*; return the names of its tensors with its number from 1 on."""
+        self._lost_from.append((round, lost))
+        return dict.fromkeys(self.members, rounds_ahead(round, self.first_round) % N_ROUNDS + 1)
+
+    def contributors(self) -> tuple[int, ...]:
+        """Return the ranks whose inputs are in the last round that was waited for."""
+        lost = next((lost for first, lost in reversed(self._lost_from) if rounds_ahead(first, self._complete) <= 0),
+                    frozenset[int]())
+        return tuple(rank for rank in self._all_ranks if rank not in lost)
 
     def result_address(self, round: int, offset: int) -> int:
         """Return where byte *offset* of the result of *round* lies in this process."""

@@ -42,6 +42,7 @@ class ControlLog:
         self._epoch = 0
         self._nodes: tuple[m.NodeInfo, ...] = ()
         self._lost: set[int] = set()
+        self._lost_ranks: set[int] = set()
         self._joining: set[int] = set()
         self._frozen = False
         self._committed = self._seen = self._next_unit = 0
@@ -66,8 +67,8 @@ class ControlLog:
 
     @property
     def left(self) -> set[int]:
-        """The ranks of this node that have left."""
-        return set(self._left)
+        """The ranks of this node that have left, and all ranks that are lost."""
+        return set(self._left) | self._lost_ranks
 
     @property
     def lost(self) -> set[int]:
@@ -163,6 +164,7 @@ class ControlLog:
             index=self._welcome.index, nodes=self._nodes, is_late=self._welcome.is_late,
             joining=tuple(sorted(self._joining)), recall=recall, n_units=len(self._units),
             rates=self._rates, measured=self._measured, epoch=self._epoch, lost=tuple(sorted(self._lost)),
+            lost_ranks=tuple(sorted(self._lost_ranks)),
             frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
             prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
             seen=self._seen, next_unit=self._next_unit, lent=tuple(self._unfinished.values()),
@@ -221,8 +223,9 @@ class ControlLog:
         self._epoch, self._frozen, self._prepared = message.epoch, True, None
         self._lost = (self._lost | set(message.lost)) - set(message.joined)
         self._joining -= {*message.lost, *message.joined}
-        for node in message.lost:
-            self._lost_said.pop(f"node {node}", None)
+        self._lost_ranks.update(message.lost_ranks)
+        for who in (*(f"node {node}" for node in message.lost), *(f"rank {rank}" for rank in message.lost_ranks)):
+            self._lost_said.pop(who, None)
 
     def _retired(self, message: m.Retired) -> None:
         plan = self._prepared

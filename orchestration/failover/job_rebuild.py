@@ -37,15 +37,18 @@ class JobRebuild:
         The job's name and nodes; "" if it is not known which one it is: then the first report says it.
     fingerprint
         The settings that all nodes must have; None: those of the first report.
+    min_workers
+        As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
-                 fingerprint: Mapping[str, str] | None = None) -> None:
+                 fingerprint: Mapping[str, str] | None = None, min_workers: int = 0) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
+        self._min_workers = min_workers
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
@@ -97,7 +100,7 @@ class JobRebuild:
                 self.aborted = ProtocolError(
                     f"{describe_node(self._nodes, report.index)} has {report.rejoin.n_units} committed units, and "
                     f"has told {report.n_units}: after a loss of the scheduler the job cannot be rebuilt")
-            if report.ranks and report.left >= set(report.ranks):
+            if report.ranks and report.left.union(report.rejoin.lost_ranks) >= set(report.ranks):
                 self._all_left.add(report.index)
         return []
 
@@ -252,13 +255,21 @@ class JobRebuild:
         missing = set(range(len(nodes))) - told - lost
         if any(not self._is_given_up(now, index) for index in missing - left_behind):
             return None
-        if missing & self._reports.workers:
-            names = "; ".join(describe_node(nodes, index) for index in sorted(missing & self._reports.workers))
+        gone = sorted(missing & self._reports.workers)
+        n_left = self._n_left(gone) if gone else 0
+        if gone and not 0 < self._min_workers <= n_left:
+            names = "; ".join(describe_node(nodes, index) for index in gone)
+            few = f"; {n_left} ranks are left, fewer than BPSFAST_MIN_WORKERS = {self._min_workers}"
             raise PeerLostError(f"{names} did not come back within lease_s = {self._lease_s:g} s, after the scheduler "
-                                "was lost")
+                                f"was lost{few if self._min_workers else ''}")
         senders = {index: self._reports.sender_of[index] for index in sorted(told)}
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
         return merge_reports(nodes, reports, senders, lost, sorted(missing))
+
+    def _n_left(self, gone: Sequence[int]) -> int:
+        """Return how many ranks are not lost if nodes *gone* are."""
+        lost = self._reports.lost_ranks.union(*(self._nodes[index].ranks for index in gone))
+        return sum(rank not in lost for node in self._nodes for rank in node.ranks)
 
     @property
     def _nodes(self) -> tuple[m.NodeInfo, ...]:

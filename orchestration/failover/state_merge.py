@@ -63,7 +63,7 @@ class NodeReports:
         self.complete: set[int] = set()
         #: All nodes that any node knows: helpers are not told of others that come late.
         self.nodes: tuple[m.NodeInfo, ...] = ()
-        self.workers: set[int] = set()
+        self._with_ranks: set[int] = set()
         self.lost: set[int] = set()
         self.joining: set[int] = set()
         self.nodes_left: set[int] = set()
@@ -134,7 +134,7 @@ class NodeReports:
     def _add_nodes(self, nodes: tuple[m.NodeInfo, ...]) -> None:
         if len(nodes) > len(self.nodes):
             self.nodes = nodes
-            self.workers = {node.index for node in nodes if node.ranks}
+            self._with_ranks = {node.index for node in nodes if node.ranks}
             self._index_of = {process_of(node): node.index for node in nodes}
 
     def _apply(self, report: NodeReport, message: m.Message) -> None:
@@ -146,6 +146,16 @@ class NodeReports:
         elif isinstance(message, m.Lost) and report.ranks:
             if (node := number_of("node", message.who)) >= 0:
                 self.called_lost.add(node)
+
+    @property
+    def workers(self) -> set[int]:
+        """The nodes with ranks that are not lost."""
+        return self._with_ranks - self.lost
+
+    @property
+    def lost_ranks(self) -> set[int]:
+        """The ranks that some node calls lost."""
+        return {rank for report in self.by_sender.values() for rank in report.rejoin.lost_ranks}
 
     @property
     def left_behind(self) -> set[int]:
@@ -235,7 +245,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         n_declared=sum(each.n_declared for each in rejoins.values()), barrier=barrier, rates=rates,
         unmeasured=unmeasured,
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
-        answers=answers,
+        answers=answers, lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
+        | {rank for index in absent for rank in nodes[index].ranks},
         later=[(index, message) for index, report in reports.items()
                for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])
 

@@ -19,7 +19,8 @@ class JobSettings:
     known, the machines are complete when all ranks are there. `num_server_processes` >= 0 counts as BytePS does: server
     processes on machines with ranks are those machines' nodes, the others are helpers, and `num_helpers` is ignored.
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
-    scheduler if none comes.
+    scheduler if none comes. `min_workers`: the fewest ranks with which the job goes on after a loss; 0: it ends with
+    any loss of a rank.
     """
 
     num_nodes: int
@@ -38,6 +39,7 @@ class JobSettings:
     start_timeout_s: float = 60.0
     awaits_ranks: bool = False
     first_round: int = 1
+    min_workers: int = 0
     name: str = ""  # that no other job has
 
     @property

@@ -5,7 +5,7 @@ declares. With thousands of ranks nearly all lists are equal: the ranks are coun
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from ..placement.partition import check_codec, check_store, has_state, nbytes_of
 
 #: The fields that all ranks must declare alike. Not the priority: forward orders may differ, and rank 0's counts.
 _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
-           "ranks", "codec", "max_rows", "store", "islands")
+           "ranks", "codec", "max_rows", "store", "islands", "separate")
 
 #: What bundles that are planned together have in common: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
@@ -133,10 +133,11 @@ class _Bundle:
 
 
 class Declarations:
-    """What each of *size* ranks has declared, by name."""
+    """What each of *size* ranks has declared, by name. Those in *lost*, which changes, need not."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, lost: AbstractSet[int] = frozenset()) -> None:
         self._size = size
+        self._lost = lost
         self._bundles: dict[tuple[str, str], _Bundle] = {}
         self._key_of: dict[str, tuple[str, str]] = {}
         self._calls: dict[bytes, _Call] = {}  # each bundle of which has failed, or is to be declared by others, too
@@ -170,7 +171,7 @@ class Declarations:
         if known is None or any(rank not in each.of or (rank in each.overlap.ranks and rank not in each.ranks)
                                 for each in known.lists):
             return self._add(rank, call, _bundles(tensors), places)
-        if any(rank == each.of[0] for each in known.lists):
+        if any(rank == self._first(each.of) for each in known.lists):
             self._number(rank, _bundles(tensors), places)
         for each in known.lists:
             if rank not in each.ranks:
@@ -204,7 +205,7 @@ class Declarations:
     def _number(self, rank: int, bundles: _Bundles, positions: Mapping[str, int]) -> None:
         """Give the tensors whose first rank is *rank* their *positions*, or the next ones."""
         for _, members in bundles:
-            if rank == _first(members[0]):
+            if rank == self._first(members[0].ranks or range(self._size)):
                 for spec in members:
                     if spec.name not in self._position:
                         self._position[spec.name] = positions.get(spec.name, self._n_positions)
@@ -234,7 +235,7 @@ class Declarations:
 
     def _note_complete(self, changed: _List) -> None:
         """Note which bundles of the list *changed* all their ranks have declared now."""
-        n = len(changed.of)
+        n = len(changed.of) - (sum(rank in self._lost for rank in changed.of) if self._lost else 0)
         if changed.overlap.n < n:
             return
         counts: dict[tuple[_List, ...], int] = {}
@@ -244,9 +245,26 @@ class Declarations:
                 continue
             lists = tuple(each for _, each in bundle.declared)
             if lists not in counts:
-                counts[lists] = len(lists[0].ranks) if len(lists) == 1 else len(bundle.ranks)
+                counts[lists] = len((lists[0].ranks if len(lists) == 1 else bundle.ranks) - self._lost)
             if counts[lists] == n:
                 self._complete.append(key)
+
+    def rank_lost(self) -> None:
+        """Look again for what all ranks have declared that are not lost: one more is."""
+        lists = {id(each): each for bundle in self._bundles.values() if not bundle.taken for _, each in bundle.declared}
+        for each in lists.values():
+            self._note_complete(each)
+
+    def _first(self, ranks: Sequence[int]) -> int:
+        """Return the first of *ranks*, which declare a tensor, that is not lost."""
+        return next((rank for rank in ranks if rank not in self._lost), -1)
+
+    def _position_of(self, name: str) -> int:
+        """Return the position of *name*; the next one if the rank whose order counts was lost before it had one."""
+        if name not in self._position:
+            self._position[name] = self._n_positions
+            self._n_positions += 1
+        return self._position[name]
 
     def _foreign(self, rank: int, members: tuple[TensorSpec, ...]) -> BpsError | None:
         """Return the error if *rank* declares a tensor of other ranks only."""
@@ -331,7 +349,7 @@ class Declarations:
         taken = _OF_ALL_RANKS if _OF_ALL_RANKS in found else next(iter(found))
         self._complete = [key for key in self._complete if key in self._bundles
                           and _family(self._bundles[key]) != taken]
-        complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
+        complete = sorted(found[taken], key=lambda bundle: self._position_of(bundle.names[0]))
         agreed = [spec for bundle in complete for spec in self._agreed(bundle)]
         for bundle in complete:
             self._close(bundle)
@@ -343,7 +361,7 @@ class Declarations:
         members = min(bundle.declared, key=lambda each: each[1].first)[0]
         agreed = []
         for place, spec in enumerate(members):
-            priority = -self._position[spec.name] if spec.priority is None else spec.priority
+            priority = -self._position_of(spec.name) if spec.priority is None else spec.priority
             direct = all(theirs[place].direct for theirs, _ in bundle.declared)
             if (priority, direct) != (spec.priority, spec.direct):
                 spec = msgspec.structs.replace(spec, priority=priority, direct=direct)
@@ -374,7 +392,8 @@ class Declarations:
             return []
         first = self._bundles[key].first if key is not None else None
         have = self._bundles[key].ranks if key is not None else set()
-        return [rank for rank in (first[1][0].ranks if first else ()) or range(self._size) if rank not in have]
+        return [rank for rank in (first[1][0].ranks if first else ()) or range(self._size)
+                if rank not in have and rank not in self._lost]
 
     def why_failed(self, name: str) -> BpsError | None:
         """Return why *name* failed, if it did."""
@@ -394,11 +413,6 @@ def _family(bundle: _Bundle) -> _Family:
     """Return the family of which *bundle* is an edition ("" if none), its ranks, and whether its owners keep state."""
     members = bundle.declared[0][0]
     return members[0].edition_of, members[0].ranks, any(has_state(spec) for spec in members)
-
-
-def _first(spec: TensorSpec) -> int:
-    """Return the first of the ranks that declare *spec*."""
-    return spec.ranks[0] if spec.ranks else 0
 
 
 def _invalid(members: tuple[TensorSpec, ...], size: int) -> BpsError | None:

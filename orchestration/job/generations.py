@@ -180,21 +180,30 @@ class Generations:
             numbered.append(msgspec.structs.replace(unit, parts=parts, first_round=self._first_round))
         return numbered
 
-    def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
+    def retire(self, rank: int, numbers: Sequence[int], size: int, lost: AbstractSet[int] = frozenset()
+               ) -> tuple[list[UnitPlan], list[int]]:
         """Note that *rank* does not need the committed units *numbers* any more.
 
-        Returns the units that none of their ranks (of *size*) needs now, which are forgotten, and the numbers that are
-        not of a committed unit.
+        Returns the units that none of their ranks (of *size*, except those *lost*) needs now, which are forgotten, and
+        the numbers that are not of a committed unit.
         """
         known = self._by_number
         for number in numbers:
             if number in known:
                 self._retiring.setdefault(number, set()).add(rank)
-        over = [number for number in numbers if number in known
-                and len(self._retiring[number]) == (len(known[number].ranks) or size)]
-        unknown = [number for number in numbers if number not in known]
+        return (self._forget_retired([number for number in numbers if number in known], size, lost),
+                [number for number in numbers if number not in known])
+
+    def retire_without(self, size: int, lost: AbstractSet[int]) -> list[UnitPlan]:
+        """Return the units that all their ranks have retired except those *lost*, which are forgotten."""
+        return self._forget_retired(list(self._retiring), size, lost)
+
+    def _forget_retired(self, numbers: Sequence[int], size: int, lost: AbstractSet[int]) -> list[UnitPlan]:
+        known = self._by_number
+        over = [number for number in numbers if not set(known[number].ranks or range(size)) - self._retiring[number]
+                - lost]
         if not over:
-            return [], unknown
+            return []
         for number in over:
             if known[number].store is not None:
                 self._gone_from.setdefault(known[number].store_unit, set()).update(self._retiring[number])
@@ -206,7 +215,7 @@ class Generations:
         self.units = [unit for unit in self.units if unit.unit not in gone]
         alive = {unit.store_unit for unit in self.units}
         self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
-        return [known[number] for number in over], unknown
+        return [known[number] for number in over]
 
     def is_retiring(self, rank: int, tensors: Sequence[TensorSpec]) -> bool:
         """Whether *rank* has retired a unit with one of *tensors*, and other ranks or workers have not yet."""

@@ -3,7 +3,7 @@
     joins -> Admission -> Welcome
     declarations -> GenerationPlanner: Plan -> Ready from all -> Commit
     barriers, "who is missing?", "who is late?", stored values -> RankQueries
-    a helper is lost -> NodeLosses: Freeze -> FreezeReport from all survivors -> Recover -> Ready from all -> Commit
+    a helper or rank is lost -> NodeLosses: Freeze -> FreezeReport from all that are left -> Recover -> Ready -> Commit
     a helper comes late -> LateJoins: Joined -> NewcomerReady -> Welcome -> NewcomerReady, then the same change of epoch
     silence, or another node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `SchedulerState`
@@ -13,7 +13,7 @@ Plans and Commits in the same order, or the same Abort.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
@@ -156,6 +156,8 @@ class Job:
             return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
         rank = getattr(message, "rank", None)
+        if rank in self.roster.lost_ranks:
+            return []
         if rank is not None and self.roster.node_of(rank) != self.roster.index_of(sender):
             return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, which is not its own"))
@@ -417,8 +419,8 @@ class Job:
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round, is_short=is_short)
         self._losses = NodeLosses(roster, self._generations, settings.start_timeout_s)
         self._late_joins = LateJoins(roster, self._admission, settings)
-        self._declarations = Declarations(roster.size)
-        self._barriers = Barriers(roster.size)
+        self._declarations = Declarations(roster.size, roster.lost_ranks)
+        self._barriers = Barriers(roster.size, roster.lost_ranks)
         self.roster = roster
         self._measuring = NicRates(roster.nodes)
         self._queries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
@@ -434,6 +436,7 @@ class Job:
         self.name = snapshot.job
         self._heartbeats.restart(now, set(snapshot.roster.alive_senders) - {b""})
         self.roster.lost |= snapshot.lost
+        self.roster.lost_ranks |= snapshot.lost_ranks
         self._measuring.resume(snapshot.rates, snapshot.unmeasured)
         self._update_nodes()
         self._generations.resume(snapshot)
@@ -476,10 +479,14 @@ class Job:
 
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> m.Outgoing:
         self._left.add(message.rank)
-        if len(self._left) < self.roster.size:
+        if not self._all_have_left:
             answers = self._queries.rank_left(message.rank)
             return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
+
+    @property
+    def _all_have_left(self) -> bool:
+        return self._left.issuperset(self.roster.ranks)
 
     def finish(self, senders: Sequence[bytes]) -> m.Outgoing:
         """All ranks have left: tell *senders*, and wait for their acknowledgement."""
@@ -498,7 +505,9 @@ class Job:
     def _lost(self, now: float, sender: bytes, message: m.Lost) -> m.Outgoing:
         error = PeerLostError(f"{self.roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
-        node = number_of("node", message.who)
+        node, rank = number_of("node", message.who), number_of("rank", message.who)
+        if self.admitted and self.settings.min_workers and self.roster.node_of(rank) == self.roster.index_of(sender):
+            return self._lose_rank(now, rank, error)
         if not self.admitted and self._is_dispensable(sender):
             return self._lose(now, sender, error)
         if not self.admitted or not 0 <= node < len(self.roster.nodes):
@@ -512,11 +521,14 @@ class Job:
         return self._lose(now, lost, error)
 
     def _lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
-        """Drop the node behind *sender* if it has no ranks, else end the job with *error*."""
+        """Drop the node behind *sender* if it has no ranks, or the job goes on without them; else end it with *error*.
+        """
         if self.over or sender not in self._heartbeats:
             return []
         if not self._is_dispensable(sender):
-            return self.abort(error)
+            ranks = self.roster.left_on(self.roster.index_of(sender)) if self.admitted else []
+            too_few = self._too_few_without(ranks, error)
+            return self._lose_worker(now, sender, ranks, error) if too_few is None else self.abort(too_few)
         self._heartbeats.forget(sender)
         if not self.admitted:
             self._admission.remove(sender)
@@ -530,13 +542,53 @@ class Job:
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
+    def _too_few_without(self, ranks: Collection[int], error: PeerLostError) -> PeerLostError | None:
+        """Return why the job cannot go on without *ranks*, which *error* has ended; None if it can."""
+        if not self.admitted or not self.settings.min_workers:
+            return error
+        n_left = len(self.roster.ranks) - len(ranks)
+        if n_left >= self.settings.min_workers:
+            return None
+        return PeerLostError(f"{error}; {n_left} ranks are left, fewer than BPSFAST_MIN_WORKERS = "
+                             f"{self.settings.min_workers}, so the job ends")
+
+    def _lose_worker(self, now: float, sender: bytes, ranks: Collection[int], error: PeerLostError) -> m.Outgoing:
+        """Go on without the node behind *sender*, whose last *ranks* these are."""
+        self._heartbeats.forget(sender)
+        out = self._losses.lose(now, sender, error)
+        if self._measuring.give_up(self.roster.index_of(sender)):
+            out = self._all_measured(now) + out
+        return out + self._ranks_lost(ranks, error)
+
+    def _lose_rank(self, now: float, rank: int, error: PeerLostError) -> m.Outgoing:
+        """Go on without *rank*, and without its node if it was the last one there."""
+        node = self.roster.node_of(rank)
+        if rank in self.roster.lost_ranks or rank in self._left:
+            return []
+        too_few = self._too_few_without([rank], error)
+        if too_few is not None:
+            return self.abort(too_few)
+        if self.roster.left_on(node) == [rank]:
+            return self._lose_worker(now, self.roster.senders[node], [rank], error)
+        return self._losses.lose_rank(now, rank, error) + self._ranks_lost([rank], error)
+
+    def _ranks_lost(self, ranks: Collection[int], error: PeerLostError) -> m.Outgoing:
+        """Answer what waited only for *ranks*, which are lost."""
+        self.remarks.append(f"the job goes on with {len(self.roster.ranks)} ranks: {error}")
+        out = [answer for rank in ranks for answer in self._queries.rank_left(rank)]
+        out += [each for sequence in self._barriers.rank_lost()
+                for each in self._to_all(m.BarrierDone(sequence=sequence))]
+        if self._all_have_left:
+            out += self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
+        return out
+
     def _resume_deferred(self, now: float) -> m.Outgoing:
         """Do what was deferred until a recovery's commit; newcomers come first."""
         out = self._integrate_newcomers(now)
         if self._losses.recovery is not None:
             return out
         deferred, self._deferred = self._deferred, []
-        out += self._planning.plan()
+        out += (self._planning.rank_lost() if self.roster.lost_ranks else []) + self._planning.plan()
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out

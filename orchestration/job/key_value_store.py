@@ -42,7 +42,9 @@ class _Question:
 
 
 class KeyValueStore:
-    """What was stored, by key, and the lookups that wait. `left(rank)`: whether a rank has called shutdown."""
+    """What was stored, by key, and the lookups that wait. `left(rank)`: whether a rank has called shutdown, or is
+    lost.
+    """
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         self._roster = roster
@@ -117,8 +119,8 @@ class KeyValueStore:
 
     def _in_vain(self, asked: Lookup) -> KeyValueReply:
         return KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
-            f"rank {asked.rank} looks for notice {asked.key!r} in vain: {self._roster.describe(asked.who)} has called "
-            "shutdown, and has not published it, or has withdrawn it"))
+            f"rank {asked.rank} looks for notice {asked.key!r} in vain: {self._roster.describe(asked.who)} is lost or "
+            "has called shutdown, and has not published it, or has withdrawn it"))
 
     def _take(self, chosen: Callable[[_Question], bool]) -> list[_Question]:
         """Remove the *chosen* lookups and return them."""

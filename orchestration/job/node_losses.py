@@ -1,7 +1,8 @@
 """Records lost and suspected nodes, and runs the change to another set of nodes (an epoch). Pure; `Job` calls it.
 
 A node without ranks can be dropped: it is left out of the roster, and an `EpochChange` begins. The same happens for
-nodes that come late, which then get their share of the sums. A node with ranks cannot be dropped. A helper that calls
+nodes that come late, which then get their share of the sums. A rank, or a node with ranks, can be dropped only in a job
+that goes on without lost ranks (the setting on_worker_loss). A helper that calls
 one lost may be wrong, because it may be cut off itself: the node is suspected until it is heard, and then the helper is
 dropped, or until it is gone.
 """
@@ -35,6 +36,7 @@ class NodeLosses:
         self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a change began
         #: By a node with ranks, and a helper that has called it lost: when, and why.
         self._suspected: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
+        self._committed_ranks: frozenset[int] = frozenset()  # lost ranks, without which the last epoch was committed
         self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
         #: The change under way.
         self.recovery: EpochChange | None = None
@@ -56,16 +58,27 @@ class NodeLosses:
         return [(helper, suspected.pop(helper)[1]) for helper in due]
 
     def lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
-        """Drop the helper behind *sender*: begin a recovery, or begin anew the one in progress."""
-        index, before = self._roster.index_of(sender), self.recovery
+        """Drop the node behind *sender*: begin a recovery, or begin anew the one in progress."""
+        index = self._roster.index_of(sender)
         self._roster.lost.add(index)
+        self._roster.lost_ranks.update(self._roster.nodes[index].ranks)
+        self._suspected.pop(sender, None)
         self._without_share.discard(index)
         self._withdrawn = self._generations.lose(index) or self._withdrawn
-        lost, reason = {index}, str(error)
-        if before is not None and before.lost:
-            lost, reason = {index, *before.lost}, f"{before.reason}; {error}"
         abort = m.dropped(f"the job goes on without this node: {error}")
-        return [(sender, abort), *self._begin(now, reason, lost)]
+        return [(sender, abort), *self._begin_without({index}, now, error)]
+
+    def lose_rank(self, now: float, rank: int, error: PeerLostError) -> m.Outgoing:
+        """Go on without *rank*, whose node lives and has other ranks, in the same way."""
+        self._roster.lost_ranks.add(rank)
+        self._withdrawn = self._generations.withdraw() or self._withdrawn
+        return self._begin_without(set(), now, error)
+
+    def _begin_without(self, lost: set[int], now: float, error: PeerLostError) -> m.Outgoing:
+        before, reason = self.recovery, str(error)
+        if before is not None and (before.lost or before.fresh_ranks):
+            lost, reason = {*lost, *before.lost}, f"{before.reason}; {error}"
+        return self._begin(now, reason, lost)
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
         """Whether the nodes with ranks except those behind *but* are enough to decide anything."""
@@ -75,6 +88,7 @@ class NodeLosses:
     def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
         self._epoch = self.committed_epoch = snapshot.epoch  # if not committed, a next one precedes any newcomer
+        self._committed_ranks = frozenset() if snapshot.frozen or snapshot.absent else frozenset(snapshot.lost_ranks)
         if not snapshot.absent and not snapshot.frozen:
             return []
         names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
@@ -96,7 +110,7 @@ class NodeLosses:
 
     def restart_without_share(self, now: float, why: str) -> m.Outgoing:
         """Begin anew the change in progress, without giving newcomers a share, because of *why*."""
-        assert self.recovery is not None and not self.recovery.lost
+        assert self.recovery is not None and self.recovery.joined
         self._without_share.clear()
         return self._begin(now, f"{self.recovery.reason}, but gets nothing that others sum: {why}")
 
@@ -142,21 +156,23 @@ class NodeLosses:
                 units, changes = self._generations.share(
                     recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.unfinished))
             else:
+                recovery.leave_ranks(self._generations.units, self._roster.nodes)
                 units, changes = self._generations.replace_lost(
                     recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.unfinished))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
         recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
-        return self._roster.to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                             owner_changes=tuple(changes)))
+        return self._roster.to_all(m.Recover(
+            epoch=recovery.epoch, generation=recovery.generation, units=tuple(units), owner_changes=tuple(changes),
+            redone=tuple(recovery.redone), begins=tuple(recovery.begins)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
         """Note that *node* is prepared; after the last one, end the change with its commit."""
         recovery = self.recovery
         if recovery is None or not recovery.ready(node, generation):
             return []
-        self.recovery, self.committed_epoch = None, recovery.epoch
+        self.recovery, self.committed_epoch, self._committed_ranks = None, recovery.epoch, recovery.lost_ranks
         self._without_share -= recovery.joined
         return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes))
 
@@ -165,7 +181,7 @@ class NodeLosses:
         if self.recovery is None or now < self.recovery.deadline:
             return None
         names = "; ".join(map(self._roster.describe_node, self.recovery.missing))
-        what = "without what it has lost" if self.recovery.lost else "with others summing"
+        what = "with others summing" if self.recovery.joined else "without what it has lost"
         return StallError(f"{names} did not answer within start_timeout_s = {self._timeout_s:g} s, when the job was to "
                           f"go on {what}: {self.recovery.reason}")
 
@@ -176,6 +192,10 @@ class NodeLosses:
 
     def _begin(self, now: float, reason: str, lost: Collection[int] = (), joined: Collection[int] = ()) -> m.Outgoing:
         self._epoch += 1
-        self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined)
+        lost_ranks = frozenset(self._roster.lost_ranks)
+        fresh_ranks = frozenset() if joined else lost_ranks - self._committed_ranks
+        self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined,
+                                    lost_ranks, fresh_ranks)
         return self._roster.to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
-                                            reason=reason))
+                                            reason=reason, lost_ranks=tuple(sorted(lost_ranks)),
+                                            reports_all=bool(joined or fresh_ranks)))

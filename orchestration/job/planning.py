@@ -84,10 +84,20 @@ class GenerationPlanner:
 
         Raises `ProtocolError` if there is no such unit.
         """
-        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
+        over, unknown = self._generations.retire(message.rank, message.units, self._roster.size,
+                                                 self._roster.lost_ranks)
         if unknown:
             raise ProtocolError(f"{self._roster.describe(f'rank {message.rank}')} retires units {unknown}, which are "
                                 "not committed, or were retired before")
+        return self._retired(over)
+
+    def rank_lost(self) -> m.Outgoing:
+        """Plan and retire what waited only for ranks that are lost. After the commit of that loss."""
+        self._declarations.rank_lost()
+        return self._retired(self._generations.retire_without(self._roster.size, self._roster.lost_ranks))
+
+    def _retired(self, over: Sequence[m.UnitPlan]) -> m.Outgoing:
+        """Let all nodes free what is *over*."""
         if not over:
             return []
         names = dict.fromkeys(member.name for unit in over for member in unit.members)

@@ -76,7 +76,10 @@ class StallFinding:
 
 
 class StallQueries(_Inquiries[tuple[int, int]]):
-    """Open questions about stalled partitions, by (part, round). `left(rank)`: whether a rank has called shutdown."""
+    """Open questions about stalled partitions, by (part, round).
+
+    `left(rank)`: whether a rank has called shutdown, or is lost.
+    """
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         super().__init__(roster)
@@ -134,7 +137,8 @@ class StallQueries(_Inquiries[tuple[int, int]]):
 
     def rank_is_missing(self, rank: int, verb: str) -> str:
         """Describe that *rank* "has not pushed" (*verb*), or that it never will because it has left."""
-        return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
+        what = "is lost" if rank in self._roster.lost_ranks else "has called shutdown" if self._left(rank) else verb
+        return f"{self._roster.describe_rank(rank)}: {what}"
 
     def without(self, ranks: Iterable[int], stage: m.Stage, verb: str) -> StallFinding:
         """Return that *ranks* are missing from something; waiting is hopeless if one of them has left."""
@@ -199,10 +203,14 @@ def combined(reports: dict[int, m.LagReport]) -> tuple[m.RankLag, ...]:
 
 
 class Barriers:
-    """Which of *size* ranks have entered which barrier: a rank's i-th barrier meets every other rank's i-th."""
+    """Which of *size* ranks have entered which barrier: a rank's i-th barrier meets every other rank's i-th.
 
-    def __init__(self, size: int) -> None:
+    Those in *lost*, which changes, need not.
+    """
+
+    def __init__(self, size: int, lost: AbstractSet[int] = frozenset()) -> None:
         self._size = size
+        self._lost = lost
         self._entered: dict[int, set[int]] = {}
         self._done = set[int]()
 
@@ -214,9 +222,15 @@ class Barriers:
         """Note that *rank* is at barrier *sequence*; return, once, whether it was the last rank."""
         if sequence in self._done:
             return False
-        entered = self._entered.setdefault(sequence, set())
-        entered.add(rank)
-        if len(entered) < self._size:
+        self._entered.setdefault(sequence, set()).add(rank)
+        return self._is_complete(sequence)
+
+    def rank_lost(self) -> list[int]:
+        """Return the barriers that all ranks have entered that are not lost: one more is."""
+        return [sequence for sequence in sorted(self._entered) if self._is_complete(sequence)]
+
+    def _is_complete(self, sequence: int) -> bool:
+        if len(self._entered[sequence] | self._lost) < self._size:
             return False
         del self._entered[sequence]
         self._done.add(sequence)
@@ -228,7 +242,7 @@ class Barriers:
         if sequence in self._done:
             return []
         entered = self._entered.get(sequence, set())
-        return [rank for rank in range(self._size) if rank not in entered]
+        return [rank for rank in range(self._size) if rank not in entered and rank not in self._lost]
 
 
 #: The most ranks that are named as not having left.
@@ -250,9 +264,12 @@ class RankQueries:
         self._generations = generations
         self._unmeasured = unmeasured
         self._losses = losses
-        self._stalls = StallQueries(roster, left.__contains__)
+        def is_gone(rank: int) -> bool:
+            return rank in left or rank in roster.lost_ranks
+
+        self._stalls = StallQueries(roster, is_gone)
         self._lags = LagQueries(roster)
-        self._store = KeyValueStore(roster, left.__contains__)
+        self._store = KeyValueStore(roster, is_gone)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.
         self.handlers: dict[type, Callable[..., m.Outgoing]] = {
             m.StallQuestion: self._stalled,
@@ -272,7 +289,7 @@ class RankQueries:
         return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._store.expire(now)])
 
     def rank_left(self, rank: int) -> m.Outgoing:
-        """Return the answers to lookups that wait for values of *rank*, which has left."""
+        """Return the answers to lookups that wait for values of *rank*, which has left or is lost."""
         return self._answers(self._store.rank_left(rank))
 
     def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
@@ -289,7 +306,7 @@ class RankQueries:
         """Find what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for."""
         kind, _, sequence = name.partition(":")
         if name == m.THE_END:
-            ranks = [rank for rank in range(self._roster.size) if rank not in self._left]
+            ranks = [rank for rank in self._roster.ranks if rank not in self._left]
             words = "; ".join(self._stalls.rank_is_missing(rank, "has not called shutdown")
                               for rank in ranks[:_MOST_NAMED])
             more = f"; and {len(ranks) - _MOST_NAMED} more ranks" if len(ranks) > _MOST_NAMED else ""

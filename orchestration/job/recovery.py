@@ -1,4 +1,4 @@
-"""Finds new owners for partitions when a helper is lost or has joined, and the round from which they go on. Pure.
+"""Finds how a job goes on when a helper or a rank is lost, or a helper has joined: who sums, and what again. Pure.
 
 The inputs of a step stay with the ranks until its result has been read (docs/design/recovery.md), so nothing is rolled
 back. For each partition that a lost node owned the survivors report the round that they forwarded last, and the round
@@ -11,18 +11,23 @@ node completes one that some node has not forwarded. So if the latest complete r
 
 and the survivors continue with the same bits as an undisturbed job.
 
+If ranks are lost, this holds for each unit as a whole: with k the latest round of which some survivor has all
+partitions, all ranks have the result of k, and the round k + 1 is summed without the lost ranks, from the inputs of the
+others. Where a partition of k + 1 is complete already, with the inputs of lost ranks, it is summed again (`Redo`), so
+that all of a unit is the sum of the same ranks.
+
 Partitions for newcomers have an owner that lives. Then k is its own round, it has sent that result to all, and has what
 was forwarded to it of the next one: that arrives, and is dropped, before anything changes owners.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import BpsError, PeerLostError, ProtocolError
-from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, UnitPlan
-from ..placement.partition import rounds_ahead
+from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, Redo, UnitPlan
+from ..placement.partition import round_after, rounds_ahead
 from ..roster import Roster
 
 
@@ -30,19 +35,26 @@ class EpochChange:
     """One change of epoch in progress: first which nodes have stopped, then which are ready for the new owners.
 
     *lost*, *survivors*: node indices: lost since the last epoch; those that take part from now on. *deadline*: when to
-    give up, on the job's clock. *joined*: survivors that are to get their share; then no node is lost.
+    give up, on the job's clock. *joined*: survivors that are to get their share; then no node is lost. *lost_ranks*:
+    all that are lost by now; *fresh_ranks*: those of them that were not in the last epoch.
     """
 
     def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,
-                 joined: Collection[int] = ()) -> None:
+                 joined: Collection[int] = (), lost_ranks: Collection[int] = (),
+                 fresh_ranks: Collection[int] = ()) -> None:
         self.epoch = epoch
         self.lost = frozenset(lost)
         self.joined = frozenset(joined)
+        self.lost_ranks = frozenset(lost_ranks)
+        self.fresh_ranks = frozenset(fresh_ranks)
         self.reason = reason
         self.deadline = deadline
         self.generation = 0
         self.units: Sequence[UnitPlan] = ()  # with their new owners
         self.owner_changes: Sequence[OwnerChange] = ()
+        self.redone: Sequence[Redo] = ()
+        #: Each unit with lost ranks, and its first round without them.
+        self.begins: Sequence[tuple[int, int]] = ()
         self._survivors = frozenset(survivors)
         self._reports: dict[int, FreezeReport] = {}
         self._ready: set[int] = set()
@@ -74,9 +86,35 @@ class EpochChange:
         `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
-        near = self._near
-        return [_move_of_lost(unit, part, done, helpers, near, unfinished.get(part.part))
-                for unit, part, done in self._wanted(units, nodes, lambda unit, part: part.owner in self.lost)]
+        near, kept = self._near, {each.part: each.kept_round for each in self.redone}
+        return [_move_of_lost(unit, part, _no_further(done, kept.get(part.part)), helpers, near,
+                              unfinished.get(part.part))
+                for unit, part, done in self._wanted(units, nodes, lambda unit, part: part.owner in self.lost) if done]
+
+    def leave_ranks(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> None:
+        """Find `redone` and `begins` of *units* without the `fresh_ranks`. Before `moves_of_lost`; raises as that."""
+        home = {rank: node.index for node in nodes for rank in node.ranks}
+        concerned = [unit for unit in units
+                     if self.fresh_ranks and (not unit.ranks or not self.fresh_ranks.isdisjoint(unit.ranks))]
+        reports: dict[int, list[tuple[PartPlan, dict[int, _Progress]]]] = {unit.unit: [] for unit in concerned}
+        for unit, part, done in self._wanted(concerned, nodes, lambda unit, part: True, with_owner=True,
+                                             with_leaving=True):
+            reports[unit.unit].append((part, done))
+        redone: list[Redo] = []
+        begins: list[tuple[int, int]] = []
+        for unit in concerned:
+            ranks = frozenset(unit.ranks or home)
+            members = {home[rank] for rank in ranks - self.lost_ranks}
+            hit = {home[rank] for rank in ranks & self.fresh_ranks} & self._survivors
+            if members and unit.separate:
+                redone += [found for part, done in reports[unit.unit]
+                           if (found := _redo(part, done, _latest(done), (), hit - members)) is not None]
+            elif members and reports[unit.unit]:
+                kept = _last_whole(unit, reports[unit.unit], members)
+                begins.append((unit.unit, round_after(kept)))
+                redone += [found for part, done in reports[unit.unit]
+                           if (found := _redo(part, done, kept, hit, hit - members)) is not None]
+        self.redone, self.begins = redone, begins
 
     def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
                         unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
@@ -97,20 +135,29 @@ class EpochChange:
         return {node: set(report.near) for node, report in self._reports.items()}
 
     def _wanted(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
-                is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
+                is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False, with_leaving: bool = False
                 ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
-        """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
+        """Yield the wanted partitions, with the reports of the nodes that push them.
+
+        *with_owner*: and of the owner, if that lives. *with_leaving*: and of nodes that have lost their last rank that
+        pushes them.
+        """
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
-        members_of: dict[tuple[int, ...], list[int]] = {}
+        members_of: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         for unit in units:
             wanted = [part for part in unit.parts if is_wanted(unit, part)]
             if wanted and unit.ranks not in members_of:
-                members_of[unit.ranks] = [node.index for node in nodes if node.ranks and (
-                    not unit.ranks or not set(unit.ranks).isdisjoint(node.ranks))]
+                ranks_of = {node.index: set(node.ranks) & set(unit.ranks) if unit.ranks else set(node.ranks)
+                            for node in nodes if node.index in self._survivors}
+                members_of[unit.ranks] = ([index for index, theirs in ranks_of.items() if theirs - self.lost_ranks],
+                                          [index for index, theirs in ranks_of.items() if theirs & self.fresh_ranks])
             for part in wanted:
-                members = members_of[unit.ranks]
-                asked = [*members, *([part.owner] if with_owner and part.owner not in members else [])]
+                members, hit = members_of[unit.ranks]
+                asked = [*members, *([part.owner] if with_owner and part.owner not in members
+                                     and part.owner in self._survivors else [])]
+                asked += [node for node in hit
+                          if with_leaving and node not in asked and part.part in said.get(node, {})]
                 unheard = [node for node in asked if part.part not in said.get(node, {})]
                 if unheard:
                     raise ProtocolError(f"nodes {unheard} say nothing of partition {part.part} of {unit.name!r}, which "
@@ -151,12 +198,58 @@ class _Progress(NamedTuple):
     place: int
 
 
-def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-                  near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
+def _latest(done: Mapping[int, _Progress]) -> int:
+    """Return the latest round that is complete anywhere."""
     last = next(iter(done.values())).complete
     for each in done.values():
         last = each.complete if rounds_ahead(each.complete, last) > 0 else last
+    return last
+
+
+def _last_whole(unit: UnitPlan, parts: Sequence[tuple[PartPlan, Mapping[int, _Progress]]], members: Collection[int]
+                ) -> int:
+    """Return the latest round of *unit* of which one of *members* has all partitions; raises `ProtocolError`."""
+    last: int | None = None
+    for node in members:
+        whole = parts[0][1][node].complete
+        for _, done in parts:
+            whole = done[node].complete if rounds_ahead(done[node].complete, whole) < 0 else whole
+        last = whole if last is None or rounds_ahead(whole, last) > 0 else last
+    assert last is not None, "somebody pushes it"
+    for part, done in parts:
+        for node, each in done.items():
+            if rounds_ahead(each.complete, last) not in (-1, 0, 1) or rounds_ahead(each.passed_on, last) not in (0, 1):
+                raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
+                                    f"{unit.name!r} and has round {each.complete}, but all of it is complete up to "
+                                    f"round {last}")
+    return last
+
+
+def _redo(part: PartPlan, done: Mapping[int, _Progress], kept: int, hit: Collection[int], leaving: Collection[int]
+          ) -> Redo | None:
+    """Return what is to be done again of *part* after round *kept*; None: nothing. *hit*: nodes that have lost a rank,
+    and live; *leaving*: those that have no other one."""
+    further = {node for node, each in done.items() if rounds_ahead(each.complete, kept) > 0}
+    again = tuple(sorted(node for node in hit if node != part.owner and node in done
+                         and rounds_ahead(done[node].passed_on, kept) > 0))
+    gone = tuple(sorted(node for node in leaving if node != part.owner and node in done))
+    if not further and not again and not gone:
+        return None
+    return Redo(part=part.part, kept_round=kept, was_sent=part.owner in further, again=again, leaving=gone)
+
+
+def _no_further(done: Mapping[int, _Progress], kept: int | None) -> Mapping[int, _Progress]:
+    """Return *done*, in which no round after *kept* is complete, because it is summed again."""
+    if kept is None:
+        return done
+    return {node: each._replace(complete=kept) if rounds_ahead(each.complete, kept) > 0 else each
+            for node, each in done.items()}
+
+
+def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
+                  near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+    """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
+    last = _latest(done)
     _check(unit, part, done, last)
     holders = [node for node, each in done.items() if each.complete == last]
     behind = [node for node in done if node not in holders]
@@ -220,7 +313,8 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
 class JobSnapshot:
     """Where a job continues after its scheduler was lost, as `merge_reports` finds it.
 
-    `roster` knows the lost nodes and the connections of the others; `absent` nodes are lost by now. `generation`: no
+    `roster` knows the lost nodes and the connections of the others; `absent` nodes are lost by now; `lost_ranks`: all
+    that the job goes on without, or is to. `generation`: no
     higher number was heard of. `frozen`: a recovery was in progress. `rates`: of all NICs, as placement uses them;
     `unmeasured` nodes have not reported theirs. `answers`: by node, the messages that it has missed, in order; `later`:
     what nodes have reported besides, in order, with their indices.
@@ -244,6 +338,7 @@ class JobSnapshot:
     ownable_nbytes: Sequence[int]
     answers: Mapping[int, Sequence[Message]]
     later: Sequence[tuple[int, Message]]
+    lost_ranks: AbstractSet[int] = frozenset()
 
     @property
     def lost(self) -> set[int]:

@@ -223,7 +223,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
-                    store=members[0].store, islands=members[0].islands,
+                    store=members[0].store, islands=members[0].islands, separate=members[0].separate,
                     direct=all(spec.direct for spec in members)
                     and (len(members) == 1 or end <= _MOST_DIRECT_OF_GROUP_NBYTES))
 

@@ -58,6 +58,7 @@ class Job:
         self._port = daemons.reserve_port(host)
         self.ranks: list[subprocess.Popen | ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
+        self.lost: set[int] = set()  # ranks without which the job goes on
         self._forked = forked
         self._pipes: list[Connection] = []
         self._commands: dict[str, Any] = {}
@@ -100,6 +101,11 @@ class Job:
         """Return the number of ranks."""
         return len(self.ranks)
 
+    @property
+    def remaining(self) -> list[int]:
+        """The ranks that the test has not lost."""
+        return [rank for rank in range(self.size) if rank not in self.lost]
+
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run *function*, a top-level function of a test module, on every rank; return the results by rank."""
         return self._values(self.attempt(function, *arguments, timeout_s=timeout_s))
@@ -116,7 +122,7 @@ class Job:
     def outcomes(self, timeout_s: float = 60.0, only: tuple[int, ...] | None = None) -> list[Outcome]:
         """Wait for the function of `begin`; return its outcomes."""
         deadline = time.monotonic() + timeout_s
-        chosen = range(self.size) if only is None else only
+        chosen = self.remaining if only is None else only
         return [self._outcome(rank, deadline) for rank in chosen]
 
     def call(self, name: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -128,6 +134,12 @@ class Job:
         """``kill -9`` one rank."""
         self.ranks[rank].kill()
         self.ranks[rank].wait(10)
+
+    def lose_ranks(self, *ranks: int, by: int = signal.SIGKILL) -> None:
+        """End ranks, by a signal, without which the job goes on; functions run on the others from now on."""
+        self.lost.update(ranks)
+        for rank in ranks:
+            self.ranks[rank].send_signal(by)
 
     def kill_daemon(self, name: str) -> None:
         """``kill -9`` "scheduler", "node 1" or "helper 0"."""
@@ -157,7 +169,7 @@ class Job:
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:
-        for rank in range(self.size) if only is None else only:
+        for rank in self.remaining if only is None else only:
             self._pipes[rank].send_bytes(pickle.dumps((path, name, arguments)))
 
     def _outcome(self, rank: int, deadline: float) -> Outcome:
@@ -169,9 +181,8 @@ class Job:
             return Outcome("error", "died", f"rank {rank} ended with {self.ranks[rank].wait(5)}", "")
         raise RankError(f"rank {rank} did not answer in time")
 
-    @staticmethod
-    def _values(outcomes: list[Outcome]) -> list[Any]:
-        for rank, outcome in enumerate(outcomes):
+    def _values(self, outcomes: list[Outcome]) -> list[Any]:
+        for rank, outcome in zip(self.remaining, outcomes):
             if outcome.error:
                 raise RankError(f"on rank {rank}: {outcome.traceback or outcome.text}")
         return [outcome.value for outcome in outcomes]
@@ -183,7 +194,7 @@ class Job:
                 self.call("shutdown", timeout_s=20)
             for pipe in self._pipes:
                 pipe.close()
-            everything = {f"rank {rank}": process for rank, process in enumerate(self.ranks)} | self.daemons
+            everything = {f"rank {rank}": self.ranks[rank] for rank in self.remaining} | self.daemons
             codes = {name: process.wait(60) for name, process in everything.items()}
         finally:
             self.kill()

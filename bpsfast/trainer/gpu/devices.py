@@ -187,7 +187,7 @@ class Devices:
         session = self._session
 
         def wait(number: int, timeout_s: float) -> bool:
-            return session.port.look(unit.first_part + number, round, timeout_s)
+            return unit.look(number, round, timeout_s)
 
         def copied(partition: PartitionCopy, begin_ns: int) -> None:
             session.port.note_arrival(unit.first_part + partition.number, round, partition.nbytes, begin_ns)
