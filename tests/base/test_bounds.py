@@ -101,7 +101,7 @@ CONSUMERS = {
     "awake_us": lambda value: engine(awake_us=value),
     "async_staleness": lambda value: as_store(staleness=value), "async_backups": lambda value: as_store(backups=value),
     "nic_limit": as_rate,
-    "first_round": as_number,
+    "first_round": as_number, "min_workers": as_number,
     "trace_capacity": lambda value: as_trace(trace_capacity=value),
     "trace_first_step": lambda value: as_trace(trace_first_step=value),
     "trace_last_step": lambda value: as_trace(trace_last_step=value),

@@ -56,7 +56,7 @@ def test_a_rank_that_dies_is_reported(rank, told_in_between):
     rank, process = rank
     node = Node()
     loop = EventLoop(lambda error: pytest.fail(str(error)))
-    home = LocalRanks(node, loop, SimpleNamespace(local_size=1), "1.0", {})
+    home = LocalRanks(node, loop, SimpleNamespace(local_size=1, on_worker_loss="abort"), "1.0", {})
     home.ranks, home._attached = [rank], True
     loop.watch(rank.channel.fileno(), lambda: home._read(rank))
     loop.watch(rank.pidfd, lambda: home._died(rank))

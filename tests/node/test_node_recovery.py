@@ -28,7 +28,7 @@ def recovery(told):
     plans = SimpleNamespace(forget=lambda: None, drop_early=lambda: told.append("planned early: dropped"))
     runtime.exclude = lambda index: told.append(f"excluded {index}")
     return Recovery(node, runtime, plans, lambda index: told.append(f"parted with {index}"), lambda index: None,
-                    Epochs(1))
+                    Epochs(1), told.append)
 
 
 def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):

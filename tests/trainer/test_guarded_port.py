@@ -15,6 +15,7 @@ from bpsfast.pyx.direct import Channel
 from bpsfast.pyx.port import FINGERPRINT, Port
 from bpsfast.trainer.chunk_descriptors import CHUNK_DTYPE
 from bpsfast.trainer.guarded_port import GuardedPort
+from bpsfast.trainer.membership import Membership
 from bpsfast.trainer.stall_inspector import StallInspector
 
 
@@ -25,7 +26,7 @@ def board():
     return made
 
 
-UNIT = SimpleNamespace(name="x", first_part=0, n_parts=1, members={"x": None})
+UNIT = SimpleNamespace(name="x", first_part=0, n_parts=1, members={"x": None}, needed=())
 
 
 def answer(missing="nobody", hopeless=False):
@@ -45,6 +46,7 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
                        **{"stall_query": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
                           "start_deferred": lambda: False, "make_channel": Channel, "deferred": {},
+                              "membership": Membership(4, False, lambda: 0, None, 1.0, lambda *lost: {}),
                           "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
 
@@ -87,7 +89,7 @@ def test_a_forked_child_is_refused_although_a_lock_was_held(board, pidfd_of):
 
     def wait():
         with pytest.raises(PeerLostError, match="enough"):
-            guarded.wait(None, 0, 1, 1, 60.0)
+            guarded.wait(UNIT, 0, 1, 1, 60.0)
         ended.append(True)
 
     waiter = threading.Thread(target=wait)
