@@ -395,12 +395,12 @@ class Rejoin(Message):
     `RejoinComplete`. `version`, `package`, `settings`: as in `Join`. `rates`: as in `Rates`; `measured`: as this node
     reported (-1: not). `epoch`, `lost`, `lost_ranks`: of the last `Freeze`; `frozen`: no commit has followed.
     `committed`: the last committed generation; `prepared`: the one that is neither committed nor dropped (0: none),
-    with these new units; `seen`: the highest number heard of; `next_unit`: the first unit number not heard of. `lent`:
-    of committed owner changes those with a round that some nodes lacked. `gone_from`: by the number of a store's first
-    unit, ranks that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is
-    done. `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not).
-    `is_late`: the node came to the running job, and knows only units that concern it. `joining`: nodes expected late
-    that had not been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
+    with these new units; `seen`: the highest number heard of; `next_unit`: the first unit number not heard of.
+    `changes`: of each partition the last committed owner change. `gone_from`: by the number of a store's first unit,
+    ranks that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is done.
+    `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not). `is_late`:
+    the node came to the running job, and knows only units that concern it. `joining`: nodes expected late that had not
+    been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
     """
 
     version: int
@@ -422,7 +422,7 @@ class Rejoin(Message):
     prepared_units: tuple[int, ...] = ()
     seen: int = 0
     next_unit: int = 0
-    lent: tuple[OwnerChange, ...] = ()
+    changes: tuple[OwnerChange, ...] = ()
     gone_from: tuple[tuple[int, tuple[int, ...]], ...] = ()
     failed: tuple[tuple[str, str, str], ...] = ()
     barrier: int = 0
@@ -627,9 +627,10 @@ class OwnerChange(Record):
 class Redo(Record):
     """The round after `kept_round` of `part` is summed again, by those that are left, because a rank is lost.
 
-    `was_sent`: its owner, which lives, has sent a result of that round, which every node drops. Nodes `again` have sent
-    it a partial with the input of a lost rank, which the owner drops, and send another one. Nodes `leaving` live, and
-    have no rank any more that pushes it. What was sent arrives before any node is `Ready`.
+    `was_sent`: its owner, which lives, has summed that round, or has taken it over as complete. Nodes `again` send it
+    another partial: theirs had the input of a lost rank, or the owner never got them. Nodes `leaving` live, and have no
+    rank any more that pushes it. `stale`: what is under way and does not count, as (to, from, round); it arrives, and
+    is dropped, before any node is `Ready`.
     """
 
     part: int
@@ -637,13 +638,23 @@ class Redo(Record):
     was_sent: bool
     again: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    stale: tuple[tuple[int, int, int], ...] = ()
+
+
+class NewKeeper(Record):
+    """Nodes `lacking` get the result of `round` of `part` from node `keeper`: the one that was to send it is lost."""
+
+    part: int
+    round: int
+    keeper: int
+    lacking: tuple[int, ...]
 
 
 class Recover(Message):
     """Second step: nodes prepare for these owners, and send `Ready`. The `Commit` of `generation` is the third.
 
-    `units`: those with partitions that change owners, as they are from now on. `redone`: of units with lost ranks.
-    `begins`: each unit with lost ranks, and its first round without them.
+    `units`: those with partitions that change owners or keepers, as they are from now on. `redone`: of units with lost
+    ranks. `begins`: each unit with lost ranks, and its first round without them.
     """
 
     epoch: int
@@ -651,6 +662,7 @@ class Recover(Message):
     units: tuple[UnitPlan, ...]
     owner_changes: tuple[OwnerChange, ...]
     redone: tuple[Redo, ...] = ()
+    keepers: tuple[NewKeeper, ...] = ()
     begins: tuple[tuple[int, int], ...] = ()
 
 

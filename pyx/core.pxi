@@ -146,6 +146,7 @@ cdef extern from "owner_change.h" nogil:
     int bps_was_told(bps_core *, uint32_t, uint32_t, uint32_t)
     int bps_has_come(bps_core *, uint32_t, uint32_t, uint32_t)
     void bps_drop_early(bps_core *, uint32_t, uint32_t, uint32_t)
+    int bps_set_keeper(bps_core *, uint32_t, uint32_t)
     int bps_set_divisor(bps_core *, uint32_t, int64_t)
     int bps_lose_input(bps_core *, uint32_t, uint32_t)
     int bps_redo(bps_core *, uint32_t, uint32_t, int)

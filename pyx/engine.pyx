@@ -272,6 +272,13 @@ cdef class Engine:
         """Drop what *source* has sent of *round* of *part* while this engine was frozen."""
         bps_drop_early(self._open(), part, source, round)
 
+    def set_keeper(self, uint32_t part, uint32_t keeper):
+        """Expect the kept result of *part*, which is owned elsewhere, from source *keeper*: the one before is lost.
+
+        Only while frozen (else ValueError).
+        """
+        _check_owner_change(bps_set_keeper(self._open(), part, keeper), f"part {part} kept by {keeper}")
+
     def set_divisor(self, uint32_t part, int64_t divisor):
         """Divide the results of *part* by *divisor* from the next sum on. Only while frozen (else ValueError)."""
         _check_owner_change(bps_set_divisor(self._open(), part, divisor), f"part {part} of {divisor} ranks")

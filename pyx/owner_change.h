@@ -226,7 +226,20 @@ static inline int bps_set_divisor(struct bps_core *core, uint32_t index, int64_t
     return status;
 }
 
-/* Take the input of `source` out of a part, for good, if it has one. A part without inputs is forgotten. */
+/* Expect the kept result that a member's part waits for, if it does, from `keeper`: the one before is lost. */
+static inline int bps_set_keeper(struct bps_core *core, uint32_t index, uint32_t keeper)
+{
+    pthread_mutex_lock(&core->lock);
+    int is_there = index < core->n_parts && core->parts[index].inputs != NULL && !core->parts[index].owned;
+    int status = bps_change_status(core, is_there, 1);
+    if (status == BPS_OWNER_CHANGED)
+        core->parts[index].keeper = keeper;
+    bps_leave(core);
+    return status;
+}
+
+/* Take the input of `source` out of a part, for good, if it has one, and tell it of no result. A part without inputs is
+ * forgotten. */
 static inline int bps_lose_input(struct bps_core *core, uint32_t index, uint32_t source)
 {
     pthread_mutex_lock(&core->lock);
@@ -235,6 +248,9 @@ static inline int bps_lose_input(struct bps_core *core, uint32_t index, uint32_t
     uint32_t at = 0;
     while (status == BPS_OWNER_CHANGED && at < part->n_inputs && part->inputs[at].source != source)
         at++;
+    for (uint32_t i = 0; status == BPS_OWNER_CHANGED && i < part->n_shm_peers; i++)
+        if (part->shm_peers[i] == source)
+            part->shm_peers[i--] = part->shm_peers[--part->n_shm_peers];
     if (status == BPS_OWNER_CHANGED && at < part->n_inputs) {
         part->n_missing -= !part->inputs[at].arrived;
         memmove(part->inputs + at, part->inputs + at + 1, (part->n_inputs - at - 1) * sizeof *part->inputs);
@@ -252,7 +268,8 @@ static inline int bps_lose_input(struct bps_core *core, uint32_t index, uint32_t
 
 /* Sum the round after `after` of a part again, at the commit: its word goes back. If this node has summed it or passed
  * it on, and is to do so again (`sums_again`), the inputs that are left count as arrived: a rank writes the next ones,
- * and a node sends them, only when all of the unit is complete, which it is nowhere. */
+ * and a node sends them, only when all of the unit is complete, which it is nowhere. (Those that went to an owner before
+ * this one come anew: `bps_await_again`.) */
 static inline int bps_redo(struct bps_core *core, uint32_t index, uint32_t after, int sums_again)
 {
     pthread_mutex_lock(&core->lock);
@@ -265,6 +282,7 @@ static inline int bps_redo(struct bps_core *core, uint32_t index, uint32_t after
             bps_add(&((struct bps_board *)core->board)->n_redone, 1);
             bps_store(word, after);
         }
+        part->is_kept &= bps_reached(after, part->kept_round);
         if (sums_again && part->round != after) {
             part->round = after;
             part->n_missing = 0;

@@ -234,7 +234,7 @@ class LocalRanks:
             self._node.fail(PeerLostError(text), rank.describe() if rank.rank >= 0 else "", reason)
         elif not rank.lost:
             rank.lost = rank.left = True
-            log.warning("%s", text)
+            log.info("%s", text)  # the scheduler's decision is a warning, on one node
             self._node.send(messages.Lost(who=rank.describe(), reason=reason))
 
     def _server_left(self, link: MessageSocket) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..orchestration import messages
@@ -111,7 +111,19 @@ class OwnerTransfer:
             if lacks and not change.lent:  # else it was told before, and may write already
                 self._expect(unit, part, change.keeper, resources, coded, change.kept_round)
             if self._me.index == change.keeper and not change.lent:
-                self._plan_resends(unit, part, change, coded)
+                self._plan_resends(unit, part, change.kept_round, change.lacking, coded)
+        self._prepare_keepers(generation)
+
+    def _prepare_keepers(self, generation: Generation) -> None:
+        """Bind, or plan to send, results that lost keepers have not sent."""
+        places = {part.part: (unit, part) for unit in self._message.units for part in unit.parts}
+        for each in self._message.keepers:
+            unit, part = places[each.part]
+            if self._me.index in each.lacking:
+                resources = generation.unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks))
+                self._expect(unit, part, each.keeper, resources, False, each.round)
+            elif self._me.index == each.keeper:
+                self._plan_resends(unit, part, each.round, each.lacking, False)
 
     @property
     def parts(self) -> set[int]:
@@ -151,6 +163,9 @@ class OwnerTransfer:
     def begin(self) -> None:
         """Tell the engine, which is frozen, of lost ranks and new owners. After the dispatcher."""
         self._redone.begin()
+        for each in self._message.keepers:
+            if self._me.index in each.lacking:
+                self._engine.set_keeper(each.part, self._sources[each.keeper])
         for change, member in self._given_up:
             if member is None:
                 self._engine.give_up(change.part, change.kept_round)
@@ -230,10 +245,9 @@ class OwnerTransfer:
             raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: a bug of bpsfast")
         return self._takeovers[extent.node].address(extent.segment)
 
-    def _plan_resends(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, coded: bool) -> None:
-        address = self._arriving_at(unit, part)[change.kept_round & 1]
+    def _plan_resends(self, unit: UnitPlan, part: PartPlan, round_: int, lacking: Sequence[int], coded: bool) -> None:
+        address = self._arriving_at(unit, part)[round_ & 1]
         nbytes = part.nbytes
         if coded or unit.op == ROWS:  # a frame: its first eight bytes say how many follow
             nbytes = ctypes.c_uint64.from_address(address).value + 8
-        self.resends += [ResultResend(self._sources[node], part.part, change.kept_round, address, nbytes)
-                       for node in change.lacking]
+        self.resends += [ResultResend(self._sources[node], part.part, round_, address, nbytes) for node in lacking]

@@ -2,14 +2,15 @@
 
 `orchestration/job/recovery.py` decides which (`Redo`). Before a node answers `Ready`, everything of these rounds that
 was under way between living nodes has arrived, and is dropped (`arrived`): a result, or a partial with the input of a
-lost rank. At the commit (`begin`) the inputs of lost ranks leave the engine, and words of the board go back.
+lost rank. Then its slots expect the round once more. At the commit (`begin`) the inputs of lost ranks leave the engine,
+and words of the board go back.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ..orchestration.messages import PartPlan, Recover, Redo
-from ..orchestration.placement.partition import round_after, rounds_ahead
+from ..orchestration.placement.partition import round_after
 from .generation import UnitResources
 from .transport import wire
 from .unit_installer import NodeParts
@@ -34,19 +35,9 @@ class RedoneRounds:
             part.part: (resources, part) for resources in unit_resources.values()
             if self._role.has_lost(resources.ranks) for part in resources.parts}
         self._redone = [redo for redo in message.redone if redo.part in self._here]
-        self._awaited = [each for redo in self._redone for each in self._under_way(redo)]
-
-    def _under_way(self, redo: Redo) -> list[tuple[int, int, int]]:
-        """Return what of *redo* comes, or has come, to this node, and does not count."""
-        owner, round_ = self._here[redo.part][1].owner, round_after(redo.kept_round)
-        if owner == self._me.index:
-            return [(node, redo.part, round_) for node in redo.again]
-        if redo.was_sent:
-            return [(owner, redo.part, round_)]
-        is_behind = rounds_ahead(self._engine.progress(redo.part)[1], redo.kept_round) < 0
-        if self._me.index in redo.leaving and is_behind and owner in self._links:
-            return [(owner, redo.part, redo.kept_round)]
-        return []
+        self._awaited = [(sender, redo.part, round_) for redo in self._redone
+                         for to, sender, round_ in redo.stale if to == self._me.index]
+        self._is_expecting = False
 
     @property
     def parts_sent_again(self) -> set[int]:
@@ -61,7 +52,20 @@ class RedoneRounds:
     def arrived(self) -> bool:
         """Whether all has arrived, and was dropped, that does not count; what comes after it does."""
         self._awaited = [each for each in self._awaited if not self._has_dropped(each)]
+        if not self._awaited and not self._is_expecting:
+            self._is_expecting = True
+            for redo in self._redone:
+                self._expect_again(redo)
         return not self._awaited
+
+    def _expect_again(self, redo: Redo) -> None:
+        """Let those that send the round of *redo* again write it, once all nodes are ready."""
+        owner = self._here[redo.part][1].owner
+        is_member = self._me.index not in redo.leaving and redo.was_sent
+        for node in redo.again if owner == self._me.index else (owner,) if is_member else ():
+            link = wire(self._links[node])
+            if link is not None and redo.part in link.bound:
+                link.bind(redo.part, *link.bound[redo.part], first_round=round_after(redo.kept_round))
 
     def _has_dropped(self, each: tuple[int, int, int]) -> bool:
         if each in self._dropped:
@@ -72,8 +76,6 @@ class RedoneRounds:
                 part, self._sources[node], round_):
             return False
         self._engine.drop_early(part, self._sources[node], round_)
-        if link is not None:
-            link.bind(part, *link.bound[part], first_round=round_)
         self._dropped.add(each)
         return True
 
@@ -106,9 +108,10 @@ class RedoneRounds:
         lost += [self._sources[node] for node in self._role.hit if node in self._sources and node not in members.nodes]
         for source in lost:
             if not self._engine.lose_input(part.part, source):
-                link = wire(self._links.get(part.owner))
-                if link is not None and part.part in link.bound:
+                for node in [node for node, number in resources.bound if number == part.part]:  # owner, and keeper
+                    link = wire(self._links[node])
+                    assert link is not None, "bytes are written over it"
                     link.unbind(part.part)
-                    resources.bound = [bound for bound in resources.bound if bound != (part.owner, part.part)]
+                resources.bound = [bound for bound in resources.bound if bound[1] != part.part]
                 return False
         return True

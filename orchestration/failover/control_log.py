@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .. import messages as m
+from ..job.recovery import note_changes
 from ..long_lists import with_digest
 
 #: Units in one message: each may have thousands of partitions, and the size of a message is limited.
@@ -48,7 +49,7 @@ class ControlLog:
         self._committed = self._seen = self._next_unit = 0
         self._prepared: m.Plan | m.Recover | None = None
         self._units: dict[int, m.UnitPlan] = {}
-        self._unfinished: dict[int, m.OwnerChange] = {}
+        self._changes: dict[int, m.OwnerChange] = {}  # of each partition the last one
         self._gone_from: dict[int, set[int]] = {}
         self._failed: dict[str, tuple[str, str, str]] = {}
         self._barrier = 0
@@ -167,7 +168,7 @@ class ControlLog:
             lost_ranks=tuple(sorted(self._lost_ranks)),
             frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
             prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
-            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._unfinished.values()),
+            seen=self._seen, next_unit=self._next_unit, changes=tuple(self._changes.values()),
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
             ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
@@ -210,10 +211,7 @@ class ControlLog:
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
-            self._unfinished |= {each.part: each for each in plan.owner_changes if each.lacking}
-            for each in plan.owner_changes:
-                if each.giver >= 0:  # as in `Generations.owners_changed`
-                    self._unfinished.pop(each.part, None)
+            note_changes(self._changes, plan.owner_changes, plan.redone, plan.keepers)
             return
         for said in self._declarations:
             said.waiting -= {member.name for unit in plan.units for member in unit.members}
@@ -237,7 +235,7 @@ class ControlLog:
             self._retiring.pop(number, None)
             if unit is not None:
                 for part in unit.parts:
-                    self._unfinished.pop(part.part, None)
+                    self._changes.pop(part.part, None)
                 if unit.store is not None:
                     self._gone_from.setdefault(unit.store_unit, set()).update(unit.ranks)
         alive = {unit.store_unit for unit in self._units.values()}

@@ -8,7 +8,7 @@ job, on two sides of a network partition, at most one decides anything.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -39,12 +39,15 @@ class JobRebuild:
         The settings that all nodes must have; None: those of the first report.
     min_workers
         As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
+    lost
+        The nodes that were lost before.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
-                 fingerprint: Mapping[str, str] | None = None, min_workers: int = 0) -> None:
+                 fingerprint: Mapping[str, str] | None = None, min_workers: int = 0,
+                 lost: Collection[int] = ()) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
@@ -56,7 +59,7 @@ class JobRebuild:
         self._known: dict[int, list[bytes]] = {}
         for sender, (index, _) in (known or {}).items():
             self._known.setdefault(index, []).append(sender)
-        self._reports = NodeReports(tuple(nodes))
+        self._reports = NodeReports(tuple(nodes), lost)
         self._joins: dict[bytes, m.Join] = {}
         self._all_left: set[int] = set()  # nodes whose ranks have all left, as they reported
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,

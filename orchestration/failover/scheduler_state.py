@@ -170,7 +170,8 @@ class SchedulerState:
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
-            fingerprint=settings.fingerprint, min_workers=settings.min_workers)
+            fingerprint=settings.fingerprint, min_workers=settings.min_workers,
+            lost=[index for index in self.job.roster.lost if index < n_known])
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),

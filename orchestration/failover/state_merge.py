@@ -46,13 +46,13 @@ class NodeReport:
 
 
 class NodeReports:
-    """One report of each node, by its connection. *nodes*: all that are known before the first report.
+    """One report of each node, by its connection. *nodes*: all that are known before the first report, *lost* ones too.
 
     Thousands of nodes may report at once, so what follows from all of them is updated with each message, without a
     loop.
     """
 
-    def __init__(self, nodes: tuple[m.NodeInfo, ...] = ()) -> None:
+    def __init__(self, nodes: tuple[m.NodeInfo, ...] = (), lost: Collection[int] = ()) -> None:
         #: What each connection has reported so far, and the connection of each node that has begun to report.
         self.by_sender: dict[bytes, NodeReport] = {}
         self.sender_of: dict[int, bytes] = {}
@@ -64,7 +64,7 @@ class NodeReports:
         #: All nodes that any node knows: helpers are not told of others that come late.
         self.nodes: tuple[m.NodeInfo, ...] = ()
         self._with_ranks: set[int] = set()
-        self.lost: set[int] = set()
+        self.lost: set[int] = set(lost)
         self.joining: set[int] = set()
         self.nodes_left: set[int] = set()
         #: Helpers that a node with ranks calls lost.
@@ -226,8 +226,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
     roster.lost.update(lost)
     # Nodes that have committed less know older ones.
-    unfinished = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
-                  for each in rejoin.lent}
+    changes = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
+               for each in rejoin.changes}
     gone_from: dict[int, set[int]] = {}
     for rejoin in rejoins.values():
         for first, ranks in rejoin.gone_from:
@@ -238,7 +238,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         absent=absent, frozen=any(each.frozen for index, each in rejoins.items() if index not in behind),
         generation=max(each.seen for each in rejoins.values()) + _MAX_UNHEARD,
         next_unit=max(each.next_unit for each in rejoins.values()), units=units,
-        unfinished={part: each for part, each in unfinished.items() if part in parts},
+        changes={part: each for part, each in changes.items() if part in parts},
         gone_from={first: tuple(sorted(ranks)) for first, ranks in gone_from.items()},
         failed={name: error_of(error, reason) for each in rejoins.values() for name, error, reason in each.failed
                 if name not in names},
@@ -246,7 +246,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         unmeasured=unmeasured,
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
         answers=answers, lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
-        | {rank for index in absent for rank in nodes[index].ranks},
+        | {rank for index in {*lost, *absent} for rank in nodes[index].ranks},
         later=[(index, message) for index, report in reports.items()
                for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])
 

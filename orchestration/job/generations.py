@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set as AbstractSet
 import msgspec
 
 from ..errors import CapacityError
-from ..messages import Commit, NodeInfo, OwnerChange, Plan, TensorSpec, UnitPlan
+from ..messages import Commit, NewKeeper, NodeInfo, OwnerChange, Plan, Redo, TensorSpec, UnitPlan
 from ..placement import codec_choice
 from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
@@ -16,7 +16,7 @@ from ..placement.rebalancing import shared
 from ..placement.shares import Machine
 from ..priority.send_queue import rank_parts
 from ..store import workers_of
-from .recovery import JobSnapshot, PartitionMove
+from .recovery import JobSnapshot, PartitionMove, note_changes
 
 
 class Generations:
@@ -51,8 +51,8 @@ class Generations:
         self._indexed: tuple[list[UnitPlan]] = (self.units,)  # the list that `_index` was made of
         self._index: dict[int, UnitPlan] = {}
         self.in_flight: Plan | None = None
-        #: By partition, the last owner change if some nodes lacked its round then.
-        self.unfinished: dict[int, OwnerChange] = {}
+        #: By partition, the last owner change.
+        self.changes: dict[int, OwnerChange] = {}
         self.update_nodes(nodes)
         if not is_short:
             assign([1], self._machines, policy)
@@ -60,7 +60,7 @@ class Generations:
     def resume(self, snapshot: JobSnapshot) -> None:
         """Take over the generations of a lost scheduler, as nodes report them."""
         self.units, self.number = list(snapshot.units), snapshot.generation
-        self.unfinished = dict(snapshot.unfinished)
+        self.changes = dict(snapshot.changes)
         self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
         self._next_unit = snapshot.next_unit
@@ -245,7 +245,7 @@ class Generations:
         if not parts:
             return
         for part in parts:
-            self.unfinished.pop(part, None)
+            self.changes.pop(part, None)
         joined: list[tuple[int, int]] = []
         for first, number in sorted([*self._free, (parts[0], len(parts))]):
             if joined and sum(joined[-1]) == first:
@@ -355,13 +355,12 @@ class Generations:
                  for unit in {move.unit.unit: move.unit for move in moves}.values()]
         return units, [move.owner_change(owner) for move, owner in zip(moves, owners)]
 
-    def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
-        """Count on the new owners of *units*, for which all nodes are ready; return the commit."""
+    def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange], redone: Sequence[Redo] = (),
+                       keepers: Sequence[NewKeeper] = ()) -> Commit:
+        """Count on the new owners of *units*, for which all nodes are ready; return the commit. Rest as in `Recover`.
+        """
         self._limits.clear()
-        self.unfinished |= {each.part: each for each in changes if each.lacking}
-        for each in changes:
-            if each.giver >= 0:  # the old owner lives, and what it has sent has arrived
-                self.unfinished.pop(each.part, None)
+        note_changes(self.changes, changes, redone, keepers)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = self._owned_of(self.units)

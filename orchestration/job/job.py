@@ -555,10 +555,14 @@ class Job:
     def _lose_worker(self, now: float, sender: bytes, ranks: Collection[int], error: PeerLostError) -> m.Outgoing:
         """Go on without the node behind *sender*, whose last *ranks* these are."""
         self._heartbeats.forget(sender)
-        out = self._losses.lose(now, sender, error)
+        out: m.Outgoing = []
+        for index in self._late_joins.coming:  # they connect to the lost node, or have been told of it
+            self._heartbeats.forget(self.roster.senders[index])
+            out += self._late_joins.give_up(index, error)
+        out += self._losses.lose(now, sender, error)
         if self._measuring.give_up(self.roster.index_of(sender)):
             out = self._all_measured(now) + out
-        return out + self._ranks_lost(ranks, error)
+        return out + self._ranks_lost(ranks)
 
     def _lose_rank(self, now: float, rank: int, error: PeerLostError) -> m.Outgoing:
         """Go on without *rank*, and without its node if it was the last one there."""
@@ -570,11 +574,10 @@ class Job:
             return self.abort(too_few)
         if self.roster.left_on(node) == [rank]:
             return self._lose_worker(now, self.roster.senders[node], [rank], error)
-        return self._losses.lose_rank(now, rank, error) + self._ranks_lost([rank], error)
+        return self._losses.lose_rank(now, rank, error) + self._ranks_lost([rank])
 
-    def _ranks_lost(self, ranks: Collection[int], error: PeerLostError) -> m.Outgoing:
+    def _ranks_lost(self, ranks: Collection[int]) -> m.Outgoing:
         """Answer what waited only for *ranks*, which are lost."""
-        self.remarks.append(f"the job goes on with {len(self.roster.ranks)} ranks: {error}")
         out = [answer for rank in ranks for answer in self._queries.rank_left(rank)]
         out += [each for sequence in self._barriers.rank_lost()
                 for each in self._to_all(m.BarrierDone(sequence=sequence))]

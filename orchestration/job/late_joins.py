@@ -183,6 +183,11 @@ class LateJoins:
                 f"{self._timeout_s:g} s did not hear from, or was not connected to: {names}")))
         return found
 
+    @property
+    def coming(self) -> list[int]:
+        """The newcomers that are not taken in yet."""
+        return sorted(self._coming)
+
     def give_up(self, index: int, error: BpsError) -> m.Outgoing:
         """Continue without newcomer *index*, which is lost, or not connected in time."""
         del self._coming[index]

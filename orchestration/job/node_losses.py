@@ -154,18 +154,22 @@ class NodeLosses:
         try:
             if recovery.joined:
                 units, changes = self._generations.share(
-                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.unfinished))
+                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.changes))
             else:
-                recovery.leave_ranks(self._generations.units, self._roster.nodes)
+                recovery.leave_ranks(self._generations.units, self._roster.nodes, self._generations.changes)
                 units, changes = self._generations.replace_lost(
-                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.unfinished))
+                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.changes))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
+        concerned = {each.part for each in recovery.keepers}
+        known = {unit.unit for unit in units}
+        units = [*units, *(unit for unit in self._generations.units if concerned and unit.unit not in known
+                           and not concerned.isdisjoint(part.part for part in unit.parts))]
         recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
         return self._roster.to_all(m.Recover(
             epoch=recovery.epoch, generation=recovery.generation, units=tuple(units), owner_changes=tuple(changes),
-            redone=tuple(recovery.redone), begins=tuple(recovery.begins)))
+            redone=tuple(recovery.redone), keepers=tuple(recovery.keepers), begins=tuple(recovery.begins)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
         """Note that *node* is prepared; after the last one, end the change with its commit."""
@@ -174,7 +178,8 @@ class NodeLosses:
             return []
         self.recovery, self.committed_epoch, self._committed_ranks = None, recovery.epoch, recovery.lost_ranks
         self._without_share -= recovery.joined
-        return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes))
+        return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes,
+                                                                    recovery.redone, recovery.keepers))
 
     def overdue(self, now: float) -> StallError | None:
         """Return the error that ends the job if the change has not ended in time."""

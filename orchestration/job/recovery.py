@@ -25,8 +25,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from ..errors import BpsError, PeerLostError, ProtocolError
-from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, Redo, UnitPlan
+from ..messages import FreezeReport, Message, NewKeeper, NodeInfo, OwnerChange, PartPlan, Redo, UnitPlan
 from ..placement.partition import round_after, rounds_ahead
 from ..roster import Roster
 
@@ -53,6 +55,7 @@ class EpochChange:
         self.units: Sequence[UnitPlan] = ()  # with their new owners
         self.owner_changes: Sequence[OwnerChange] = ()
         self.redone: Sequence[Redo] = ()
+        self.keepers: Sequence[NewKeeper] = ()
         #: Each unit with lost ranks, and its first round without them.
         self.begins: Sequence[tuple[int, int]] = ()
         self._survivors = frozenset(survivors)
@@ -79,54 +82,90 @@ class EpochChange:
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
     def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
-                      unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
+                      changes: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that a lost node owned.
 
-        *unfinished*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
-        `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
+        *changes*, by partition: the last owner change. Raises `PeerLostError` if no node can own one of them;
+        `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near, kept = self._near, {each.part: each.kept_round for each in self.redone}
         return [_move_of_lost(unit, part, _no_further(done, kept.get(part.part)), helpers, near,
-                              unfinished.get(part.part))
+                              self._unfinished(changes.get(part.part)))
                 for unit, part, done in self._wanted(units, nodes, lambda unit, part: part.owner in self.lost) if done]
 
-    def leave_ranks(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo]) -> None:
-        """Find `redone` and `begins` of *units* without the `fresh_ranks`. Before `moves_of_lost`; raises as that."""
+    def _unfinished(self, change: OwnerChange | None) -> OwnerChange | None:
+        """Return *change* if some nodes lacked its round then, and the keeper, which lives, was to send it to them."""
+        is_unfinished = change is not None and change.lacking and change.giver < 0 and change.keeper in self._survivors
+        return change if is_unfinished else None
+
+    def leave_ranks(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], changes: Mapping[int, OwnerChange]
+                    ) -> None:
+        """Find `redone`, `keepers` and `begins` of *units* without the `fresh_ranks`, before `moves_of_lost`.
+
+        *changes* as there; raises as that.
+        """
         home = {rank: node.index for node in nodes for rank in node.ranks}
         concerned = [unit for unit in units
                      if self.fresh_ranks and (not unit.ranks or not self.fresh_ranks.isdisjoint(unit.ranks))]
         reports: dict[int, list[tuple[PartPlan, dict[int, _Progress]]]] = {unit.unit: [] for unit in concerned}
         for unit, part, done in self._wanted(concerned, nodes, lambda unit, part: True, with_owner=True,
                                              with_leaving=True):
-            reports[unit.unit].append((part, done))
+            if done:
+                reports[unit.unit].append((part, done))
         redone: list[Redo] = []
+        keepers: list[NewKeeper] = []
         begins: list[tuple[int, int]] = []
         for unit in concerned:
             ranks = frozenset(unit.ranks or home)
             members = {home[rank] for rank in ranks - self.lost_ranks}
             hit = {home[rank] for rank in ranks & self.fresh_ranks} & self._survivors
-            if members and unit.separate:
-                redone += [found for part, done in reports[unit.unit]
-                           if (found := _redo(part, done, _latest(done), (), hit - members)) is not None]
-            elif members and reports[unit.unit]:
+            kept = None
+            if members and reports[unit.unit] and not unit.separate:
                 kept = _last_whole(unit, reports[unit.unit], members)
                 begins.append((unit.unit, round_after(kept)))
-                redone += [found for part, done in reports[unit.unit]
-                           if (found := _redo(part, done, kept, hit, hit - members)) is not None]
-        self.redone, self.begins = redone, begins
+            for part, done in reports[unit.unit]:
+                change = changes.get(part.part)
+                redo = _redo(part, done, kept, hit, hit - members, change, self._unfinished(change))
+                redone += [redo] if redo is not None else []
+                keeper = self._new_keeper(unit, part, done, members, change, redo)
+                keepers += [keeper] if keeper is not None else []
+        self.redone, self.keepers, self.begins = redone, keepers, begins
+
+    def _new_keeper(self, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], members: Collection[int],
+                    change: OwnerChange | None, redo: Redo | None) -> NewKeeper | None:
+        """Return who sends the result of *change* in place of its keeper, if that is lost, and it is still lacked.
+
+        Raises `PeerLostError` if nobody can.
+        """
+        if (change is None or not change.lacking or change.giver >= 0 or change.keeper in self._survivors
+                or part.owner not in self._survivors):
+            return None
+        if redo is not None and rounds_ahead(change.kept_round, redo.kept_round) > 0:
+            return None  # it is summed again
+        lacking = tuple(node for node in change.lacking if node in members
+                        and rounds_ahead(done[node].complete, change.kept_round) < 0)
+        holders = [node for node in sorted(members) if rounds_ahead(done[node].complete, change.kept_round) >= 0
+                   and not self._near[node] & set(lacking)]
+        if lacking and not holders:
+            raise PeerLostError(f"the result of round {change.kept_round} of partition {part.part} of {unit.name!r} "
+                                f"cannot reach nodes {list(lacking)}")
+        if not lacking:
+            return None
+        return NewKeeper(part=part.part, round=change.kept_round, keeper=holders[0], lacking=lacking)
 
     def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
-                        unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
+                        changes: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that its owner can give to a node that has joined.
 
         Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
         in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
-        than the owner, by *unfinished* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes
+        than the owner, by *changes* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes
         can have done.
         """
         near = self._near
-        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, unfinished.get(part.part))
+        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near,
+                                 self._unfinished(changes.get(part.part)))
                  for unit, part, done in self._wanted(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
         return [move for move in found if move.candidates]
 
@@ -154,8 +193,10 @@ class EpochChange:
                                           [index for index, theirs in ranks_of.items() if theirs & self.fresh_ranks])
             for part in wanted:
                 members, hit = members_of[unit.ranks]
-                asked = [*members, *([part.owner] if with_owner and part.owner not in members
-                                     and part.owner in self._survivors else [])]
+                if not members and not with_leaving:
+                    continue  # nobody pushes it any more
+                has_owner = part.owner in self._survivors and (members or part.part in said.get(part.owner, {}))
+                asked = [*members, *([part.owner] if with_owner and has_owner and part.owner not in members else [])]
                 asked += [node for node in hit
                           if with_leaving and node not in asked and part.part in said.get(node, {})]
                 unheard = [node for node in asked if part.part not in said.get(node, {})]
@@ -218,24 +259,62 @@ def _last_whole(unit: UnitPlan, parts: Sequence[tuple[PartPlan, Mapping[int, _Pr
     assert last is not None, "somebody pushes it"
     for part, done in parts:
         for node, each in done.items():
-            if rounds_ahead(each.complete, last) not in (-1, 0, 1) or rounds_ahead(each.passed_on, last) not in (0, 1):
+            # a node that has lost its last rank may have had one round more as a whole, and begun the next
+            most = 1 if node in members or node == part.owner else 2
+            if (rounds_ahead(each.complete, last) not in (-1, 0, 1)
+                    or not 0 <= rounds_ahead(each.passed_on, last) <= most):
                 raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                     f"{unit.name!r} and has round {each.complete}, but all of it is complete up to "
                                     f"round {last}")
     return last
 
 
-def _redo(part: PartPlan, done: Mapping[int, _Progress], kept: int, hit: Collection[int], leaving: Collection[int]
-          ) -> Redo | None:
-    """Return what is to be done again of *part* after round *kept*; None: nothing. *hit*: nodes that have lost a rank,
-    and live; *leaving*: those that have no other one."""
-    further = {node for node, each in done.items() if rounds_ahead(each.complete, kept) > 0}
-    again = tuple(sorted(node for node in hit if node != part.owner and node in done
-                         and rounds_ahead(done[node].passed_on, kept) > 0))
-    gone = tuple(sorted(node for node in leaving if node != part.owner and node in done))
+def _redo(part: PartPlan, done: Mapping[int, _Progress], kept: int | None, hit: Collection[int],
+          leaving: Collection[int], change: OwnerChange | None, unfinished: OwnerChange | None) -> Redo | None:
+    """Return what is to be done again of *part* after round *kept* (None: of each partition its own), if anything is.
+
+    *hit*: nodes that have lost a rank, and live; *leaving*: those that have no other one. *change*: the last one of its
+    owner; *unfinished*: the same, if its keeper was to send a result.
+    """
+    owner = done.get(part.owner)
+    is_separate = kept is None
+    kept = _latest(done) if kept is None else kept
+    goes_back = owner is not None and rounds_ahead(owner.complete, kept) > 0
+    # then the inputs of that round went to the owner before
+    took_over = (goes_back and owner is not None and change is not None and change.owner == part.owner
+                 and change.kept_round == owner.complete)
+    others = {node: each for node, each in done.items() if node != part.owner}
+    again = tuple(sorted(
+        node for node, each in others.items() if not is_separate and node not in leaving
+        and rounds_ahead(each.passed_on, kept) > 0 and (node in hit or took_over)))
+    stale: list[tuple[int, int, int]] = []
+    for node, each in others.items():
+        sender, coming = part.owner, owner.complete if owner is not None else each.complete
+        if (unfinished is not None and node in unfinished.lacking
+                and rounds_ahead(each.complete, unfinished.kept_round) < 0):
+            sender, coming = unfinished.keeper, unfinished.kept_round
+        if rounds_ahead(each.complete, coming) < 0 and (node in leaving or rounds_ahead(coming, kept) > 0):
+            stale.append((node, sender, coming))
+        if (owner is not None and rounds_ahead(each.passed_on, owner.complete) > 0
+                and (node in again or node in leaving)):
+            stale.append((part.owner, node, each.passed_on))
+    further = any(rounds_ahead(each.complete, kept) > 0 for each in done.values())
+    gone = tuple(sorted(node for node in leaving if node in others))
     if not further and not again and not gone:
         return None
-    return Redo(part=part.part, kept_round=kept, was_sent=part.owner in further, again=again, leaving=gone)
+    return Redo(part=part.part, kept_round=kept, was_sent=goes_back, again=again, leaving=gone, stale=tuple(stale))
+
+
+def note_changes(known: dict[int, OwnerChange], changes: Sequence[OwnerChange], redone: Sequence[Redo],
+                 keepers: Sequence[NewKeeper]) -> None:
+    """Note in *known*, the last change of each partition's owner, what a `Recover` that is committed has changed."""
+    for redo in redone:
+        before = known.get(redo.part)
+        if before is not None and rounds_ahead(before.kept_round, redo.kept_round) > 0:
+            del known[redo.part]  # the round that it kept is summed again
+    for each in keepers:
+        known[each.part] = msgspec.structs.replace(known[each.part], keeper=each.keeper, lacking=each.lacking)
+    known.update({each.part: each for each in changes})
 
 
 def _no_further(done: Mapping[int, _Progress], kept: int | None) -> Mapping[int, _Progress]:
@@ -328,7 +407,7 @@ class JobSnapshot:
     generation: int
     next_unit: int
     units: Sequence[UnitPlan]
-    unfinished: Mapping[int, OwnerChange]
+    changes: Mapping[int, OwnerChange]
     gone_from: Mapping[int, Sequence[int]]
     failed: Mapping[str, BpsError]
     n_declared: int

@@ -62,7 +62,8 @@ class HostedJob(Job):
             self.call("shutdown", timeout_s=100)
             for pipe in self._pipes:
                 pipe.close()
-            codes = [process.wait(100) for process in (*self.ranks, *self.daemons.values())]
+            alive = [self.ranks[rank] for rank in self.remaining]
+            codes = [process.wait(100) for process in (*alive, *self.daemons.values())]
         finally:
             self.kill()
         assert not any(codes), f"exit codes after an orderly end: {codes}"
@@ -286,6 +287,20 @@ def test_the_job_goes_on_by_rdma_when_a_helper_is_lost_and_every_sum_is_right(tm
         job.lose("helper 0")
         assert [outcome.text or outcome.value for outcome in job.outcomes(400)] == [[], []]
         assert [recoveries for recoveries, _ in job.run(lossy_training.counts, timeout_s=100)] == [1, 1]
+        job.close()
+
+
+@pytest.mark.timeout(900)
+def test_the_job_goes_on_by_rdma_without_a_lost_rank_and_every_average_is_right(tmp_path):
+    """Partials with the input of the lost rank, and results of them, are written once more into the same slots."""
+    path = tmp_path / "step"
+    with running(ranks=(2, 1), transport="rdma", partition_bytes=65536, on_worker_loss="continue") as job:
+        job.begin(lossy_training.train_without_lost, ((0, 1), (2,)), 0, 14, str(path))
+        lossy_training.until_step(path, 5, 300)
+        job.lose_ranks(1)
+        outcomes = job.outcomes(400)
+        assert [outcome.text or outcome.value[0] for outcome in outcomes] == [[], []]
+        assert outcomes[0].value[1:] == outcomes[1].value[1:] and outcomes[0].value[1][-1] == (0, 2)
         job.close()
 
 

@@ -211,7 +211,7 @@ def test_who_lends_a_result_is_told_only_once():
     table.say(b"A", *(m.Retire(rank=rank, units=(0,)) for rank in (0, 1)))
     table.say(b"B", m.Retire(rank=2, units=(0,)))
     assert table.got(b"A", m.Retired)
-    assert not table.job._generations.unfinished, "their numbers are used again, from round 1"
+    assert not table.job._generations.changes, "their numbers are used again, from round 1"
 
 
 def test_a_worker_that_is_lost_while_the_others_freeze_ends_the_job():

@@ -8,7 +8,9 @@ all ranks complete all rounds, and who has come takes part.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 
 import pytest
 from hypothesis import settings, strategies as st
@@ -33,7 +35,10 @@ IN_VAIN = ("cannot reach nodes", "nobody can go on with partition")
 class World(RuleBasedStateMachine):
     """A job, its nodes, and all that is under way between them: in order from one to another, of one partition."""
 
-    declared = 2  # nothing to be declared before the start
+    names = "wx"  # of the units, in the order of their declarations
+    declared = len(names)  # nothing to be declared before the start
+    node_type = ModelNode
+    fields: Mapping[str, int] = MappingProxyType({})  # further settings of the job
 
     @property
     def job(self):
@@ -46,12 +51,12 @@ class World(RuleBasedStateMachine):
         self.hosts, self.first_round = [host for host, _ in shape], first_round
         n_helpers = sum(n == 0 for _, n in shape)
         self.table = Table(num_nodes=len(shape) - n_helpers, num_helpers=n_helpers, max_helpers=64, placement=policy,
-                           partition_nbytes=4096, fusion_nbytes=0)
+                           partition_nbytes=4096, fusion_nbytes=0, **self.fields)
         self.senders = [b"%d" % index for index in range(len(shape))]
         for sender, (_, n_ranks) in zip(self.senders, shape):
             self.table.say(sender, join(sender.decode(), n_ranks))
         welcome = self.table.got(self.senders[0], m.Welcome)[0]
-        self.nodes = [ModelNode(self, node.index, node.ranks) for node in welcome.nodes]
+        self.nodes = [self.node_type(self, node.index, node.ranks) for node in welcome.nodes]
         self.home = {rank: node for node in self.nodes for rank in node.ranks}
         self.ranks = sorted(self.home)
         self.up = [deque() for _ in self.nodes]  # to the scheduler
@@ -76,6 +81,14 @@ class World(RuleBasedStateMachine):
 
     def right(self, unit, round_):
         return tuple((rank, round_) for rank in self.ranks_of(unit))
+
+    def require_sum(self, number, unit, round_, total):
+        assert total == self.right(unit, round_), f"partition {number}, round {round_}: {total}"
+
+    def take_announced(self, to):
+        """Return (node, partition, announcement) of all that nodes of the host of node *to* have announced to it."""
+        return [(index, number, writes.popleft()) for (index, other, number), writes in sorted(self.wires.items())
+                if other == to and self.near(index, to) for _ in range(len(writes))]
 
     def post(self, index, to, part, write):
         if frozenset((index, to)) not in self.parted:
@@ -113,8 +126,7 @@ class World(RuleBasedStateMachine):
             if node.alive and not node.frozen:
                 found += [(node.index, node.run_part, part) for part in node.queued]
                 found += [(node.index, node.drain, rank) for rank, lane in node.lanes.items() if lane]
-            found += [(node.index, self.push, rank, unit) for unit in node.units for rank in node.local(unit)
-                      if self.may_push(node, rank, unit)]
+            found += self.pushes(node)
         found += [(to, self.deliver, index, to, part) for (index, to, part), writes in sorted(self.wires.items())
                   if writes and (index, to) not in self.slow and self.nodes[to].alive
                   and not (self.near(index, to) and self.nodes[to].frozen)]
@@ -122,11 +134,16 @@ class World(RuleBasedStateMachine):
                   if other in self.dialled and self.nodes[worker].alive and self.nodes[other].alive]
         return found
 
+    def pushes(self, node):
+        return [(node.index, self.push, rank, unit) for unit in node.units for rank in node.local(unit)
+                if self.may_push(node, rank, unit)]
+
     def connect(self, worker, newcomer):
         """Their connections are there, as both say."""
         self.linked.add((worker, newcomer))
         self.tell(worker, m.NewcomerReady(node=newcomer, is_linked=True))
-        if all((node.index, newcomer) in self.linked for node in self.nodes if node.ranks):
+        if all((node.index, newcomer) in self.linked for node in self.nodes
+               if node.ranks and node.index not in self.nodes[newcomer].gone):
             self.tell(newcomer, m.NewcomerReady(node=newcomer, is_linked=True))
 
     def hear_of(self, index):
@@ -166,10 +183,10 @@ class World(RuleBasedStateMachine):
         helpers = [node.index for node in self.nodes if not node.ranks]
         return helpers[number % len(helpers)]
 
-    @precondition(lambda self: self.declared < 2)
+    @precondition(lambda self: self.declared < len(self.names))
     @rule()
     def declare(self):
-        name = "wx"[self.declared]
+        name = self.names[self.declared]
         self.declared += 1
         for node in self.nodes:
             for rank in node.local(name):
@@ -203,7 +220,7 @@ class World(RuleBasedStateMachine):
         self.hosts.append(host if len(set(self.hosts)) < len(self.hosts) else f"new {index}")
         self.senders.append(b"%d" % index)
         self.up.append(deque())
-        self.nodes.append(ModelNode(self, index, ()))
+        self.nodes.append(self.node_type(self, index, ()))
         self.table.say(self.senders[-1], join(host, 0))
         self.limit += 2
         self.go_on(Random(seed), n_steps)
@@ -253,7 +270,7 @@ class World(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "limit"):
             return
-        while self.declared < 2:
+        while self.declared < len(self.names):
             self.declare()
         self.limit += 2
         self.slow.clear()
@@ -291,7 +308,7 @@ def test_who_still_awaits_a_lent_result_gets_it_though_a_helper_comes_at_once(wo
     world.die(number=helper, at_once=True)
     world.go_on(Random(helper))
     generations = world.table.job._generations
-    assert worker in [index for each in generations.unfinished.values() for index in each.lacking]
+    assert worker in [index for each in generations.changes.values() for index in each.lacking]
     world.come(host="x", seed=helper, n_steps=10_000)
     world.release()
     world.teardown()

@@ -1,9 +1,9 @@
 """Model of the nodes of a job, without bytes, which tracks every input, partial and result.
 
-A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do. Memory is
-a table of contents. A write delivers the contents of its source at its arrival, so premature reuse of memory is
-detected, and it must have the round that its slot expects, as with RDMA. Nodes of one host announce addresses, and read
-results in the owner's memory.
+A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py`, `node/owner_changes.py` and
+`node/redone_rounds.py` do. Memory is a table of contents. A write delivers the contents of its source at its arrival,
+so premature reuse of memory is detected, and it must have the round that its slot expects, as with RDMA. Nodes of one
+host announce addresses, and read results in the owner's memory.
 """
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Write(NamedTuple):
 class Part:
     """As in `part.h`; `arrived`: location of each input by its source, ("rank", number) or ("node", index)."""
 
-    def __init__(self, sources, owner, owned, round_, place, unit):
+    def __init__(self, sources, owner, owned, round_, place, unit, shm_peers=()):
         self.sources, self.owner, self.owned, self.round = sources, owner, owned, round_
+        self.shm_peers = shm_peers  # owned: nodes of this host that are told of a result
         self.place = place  # the node in whose memory the result is read or summed
         self.unit = unit
         self.arrived, self.last = {}, {}
@@ -44,6 +45,14 @@ class Part:
     def next_round(self):
         self.round = after(self.round)
         self.last, self.arrived = self.arrived, {}
+
+    def lose(self, source):
+        """As `bps_lose_input`; return whether there are inputs left."""
+        self.shm_peers = [each for each in self.shm_peers if ("node", each) != source]
+        self.sources = [each for each in self.sources if each != source]
+        self.arrived.pop(source, None)
+        self.last.pop(source, None)
+        return bool(self.sources)
 
 
 class ModelNode:
@@ -59,6 +68,10 @@ class ModelNode:
         self.lanes = {rank: deque() for rank in ranks}
         self.prepared = None
         self.awaited, self.unbound, self.is_waiting = [], [], False
+        self.gone = set()  # nodes that were lost before this one came
+        self.lost_ranks, self.told_ranks = frozenset(), frozenset()  # by the last freeze; that ranks here know of
+        self.names, self.lost_from = {}, {}  # by unit: its name; by its name: (first round, ranks that are lost)
+        self.redone, self.superseded, self.dropped = [], [], set()
         self.generation = None  # the plan or `Recover` that waits for a Commit
 
     # -- the engine ---------------------------------------------------------------------------------------
@@ -101,14 +114,15 @@ class ModelNode:
             self.world.memory["partial", self.index, number] = total
             self.forward(number, ("partial", self.index, number))
             return
-        assert total == self.world.right(part.unit, round_), f"partition {number}, round {round_}: {total}"
+        self.world.require_sum(number, part.unit, round_, total)
         at = ("result", part.place, number, round_ & 1)
         self.world.memory[at] = total
         part.next_round()
         self.board[number] = round_
-        for member in self.world.members(part.unit):
-            if member != self.index:
-                self.world.post(self.index, member, number, Write(round_, at))
+        wired = [node for node in self.members(part.unit) if node != self.index
+                 and not self.world.near(node, self.index)]
+        for member in [*part.shm_peers, *wired]:
+            self.world.post(self.index, member, number, Write(round_, at))
 
     def forward(self, number, at):
         self.parts[number].next_round()
@@ -158,6 +172,8 @@ class ModelNode:
         else:
             assert not old.owned and old.round in (kept, after(kept)), (self.index, number, old.round, kept)
             fresh.arrived = dict(old.last if old.round != kept else old.arrived)
+            fresh.arrived = {source: at for source, at in fresh.arrived.items() if source in fresh.sources}
+            fresh.last = dict(old.last)
         self.given.pop(number, None)
         self.parts[number] = fresh
 
@@ -169,6 +185,7 @@ class ModelNode:
         if self.local(old.unit):
             part = self.parts[number] = Part(self.sources(old.unit, False), owner, False, kept, old.place, old.unit)
             part.arrived = {source: at for source, at in old.arrived.items() if source in part.sources}
+            part.last = {source: at for source, at in old.last.items() if source in part.sources}
 
     def commit(self):
         """As `bps_table_commit`: activate new parts, and process the writes that arrived meanwhile."""
@@ -192,11 +209,16 @@ class ModelNode:
         if type(message) in handlers:
             handlers[type(message)](message)
 
+    def members(self, unit):
+        """The nodes with ranks that push *unit* and are not lost."""
+        left = set(self.world.ranks_of(unit)) - self.lost_ranks
+        return [node.index for node in self.world.nodes if not left.isdisjoint(node.ranks)]
+
     def local(self, unit):
-        return [rank for rank in self.ranks if rank in self.world.ranks_of(unit)]
+        return [rank for rank in self.ranks if rank in self.world.ranks_of(unit) and rank not in self.lost_ranks]
 
     def sources(self, unit, owned):
-        members = self.world.members(unit) if owned else [self.index]
+        members = self.members(unit) if owned else [self.index]
         return [source for index in members for source in (
             [("rank", rank) for rank in self.local(unit)] if index == self.index else [("node", index)])]
 
@@ -205,16 +227,18 @@ class ModelNode:
             self.bound[index, number] = [at, round_]
 
     def own(self, unit, number, place, round_):
-        for index in self.world.members(unit):
-            if index != self.index:
-                self.bind(index, number, ("slot", self.index, index, number), after(round_))
-        return Part(self.sources(unit, True), -1, True, round_, place, unit)
+        others = [index for index in self.members(unit) if index != self.index]
+        for index in others:
+            self.bind(index, number, ("slot", self.index, index, number), after(round_))
+        return Part(self.sources(unit, True), -1, True, round_, place, unit,
+                    [index for index in others if self.world.near(index, self.index)])
 
     def on_joined(self, message):
         self.world.tell(self.index, m.NewcomerReady(node=message.node.index))
         self.world.expected.add((self.index, message.node.index))
 
     def on_welcome(self, message):
+        self.gone = set(message.lost)
         if message.is_late:
             self.world.dialled.add(self.index)
 
@@ -240,6 +264,8 @@ class ModelNode:
             self.begin(generation)
         else:
             self.units |= {unit.name: [part.part for part in unit.parts] for unit in generation.units}
+            self.names |= {unit.unit: unit.name for unit in generation.units}
+            self.lost_from |= {unit.name: [(self.world.first_round, self.told_ranks)] for unit in generation.units}
         self.commit()
 
     def forget(self):
@@ -263,19 +289,26 @@ class ModelNode:
         for index in message.joined:
             assert index == self.index or not (self.ranks or self.world.nodes[index].ranks) or (
                 (self.index, index) in self.world.linked or (index, self.index) in self.world.linked), "not connected"
-        progress = [(number, part.round, self.board[number], part.place if self.local(part.unit) else -1)
+        self.lost_ranks = self.lost_ranks | frozenset(message.lost_ranks)
+        for rank in self.lost_ranks.intersection(self.ranks):
+            self.lanes[rank].clear()
+        progress = [(number, part.round, self.board[number], part.place if self.ranks else -1)
                     for number, part in self.parts.items()
-                    if message.joined or (not part.owned and part.owner in message.lost)]
+                    if message.reports_all or (not part.owned and part.owner in message.lost)]
         near = [index for index in range(len(self.world.nodes)) if self.world.near(index, self.index)]
         self.world.tell(self.index, m.FreezeReport(epoch=message.epoch, progress=tuple(progress), near=tuple(near)))
 
     def on_recover(self, message):
-        """As `Succession.prepare`; bound memory is written only after the commit."""
+        """As `OwnerTransfer.prepare`; bound memory is written only after the commit."""
         self.prepared, self.awaited, self.unbound = [], [], []
+        self.prepare_redone(message)
+        for each in message.keepers:
+            if self.index in each.lacking:
+                self.bind(each.keeper, each.part, ("result", self.parts[each.part].place, each.part), each.round)
         unit_of = {part.part: unit.name for unit in message.units for part in unit.parts}
         for each in message.owner_changes:
             unit, lacks = unit_of[each.part], self.index in each.lacking
-            members = self.world.members(unit)
+            members = self.members(unit)
             if each.giver == self.index:
                 self.awaited += [(index, each.part, after(each.kept_round)) for index in each.pushed]
                 self.unbound += [(index, each.part) for index in members if index != self.index]
@@ -298,7 +331,8 @@ class ModelNode:
 
     def look(self):
         """As `Plans._announce`: writes in flight to or from owners that give up have to arrive first."""
-        if self.is_waiting and all(self.bound[index, part][1] != round_ for index, part, round_ in self.awaited):
+        if self.is_waiting and self.redone_arrived() and all(
+                self.bound[index, part][1] != round_ for index, part, round_ in self.awaited):
             self.is_waiting = False
             self.world.tell(self.index, m.Ready(generation=self.generation.generation))
 
@@ -307,6 +341,7 @@ class ModelNode:
             self.bind(index, change.part, ("result", self.parts[change.part].place, change.part), round_)
 
     def begin(self, message):
+        self.begin_redone(message)
         for key in self.unbound:
             del self.bound[key]
         for each, fresh in self.prepared:
@@ -317,8 +352,118 @@ class ModelNode:
             else:
                 self.follow(each.part, each.owner, each.kept_round,
                             each.keeper if self.index in each.lacking else None)
+        for each in message.keepers:
+            if each.keeper == self.index:
+                at = ("result", self.parts[each.part].place, each.part, each.round & 1)
+                for index in each.lacking:
+                    self.world.post(self.index, index, each.part, Write(each.round, at))
+            if self.index in each.lacking:
+                self.parts[each.part].keeper = each.keeper
         for each in message.owner_changes:
             if each.keeper == self.index and not each.lent:
                 at = ("result", self.parts[each.part].place, each.part, each.kept_round & 1)
                 for index in each.lacking:
                     self.world.post(self.index, index, each.part, Write(each.kept_round, at))
+
+    # -- ranks are lost: as `RedoneRounds` ------------------------------------------------------------------
+
+    def has_lost(self, unit):
+        return not self.lost_ranks.isdisjoint(self.world.ranks_of(unit))
+
+    def prepare_redone(self, message):
+        self.redone = [redo for redo in message.redone
+                       if redo.part in self.parts and self.has_lost(self.parts[redo.part].unit)]
+        self.superseded = [each for redo in self.redone for each in self.under_way(redo)]
+
+    def under_way(self, redo):
+        return [(node, redo.part, round_) for to, node, round_ in redo.stale if to == self.index]
+
+    def sums_again(self, redo):
+        return redo.was_sent if self.parts[redo.part].owned else self.index in redo.again
+
+    def redone_arrived(self):
+        self.superseded = [each for each in self.superseded if not self.has_dropped(each)]
+        if self.superseded:
+            return False
+        for redo in self.redone:
+            part, round_ = self.parts[redo.part], after(redo.kept_round)
+            if part.owned:
+                froms = redo.again
+            elif self.index in redo.leaving or not redo.was_sent:
+                froms = ()
+            else:
+                froms = [part.owner]
+            for node in froms:
+                if (node, redo.part) in self.bound:
+                    self.bound[node, redo.part][1] = round_
+        return True
+
+    def has_dropped(self, each):
+        if each in self.dropped:
+            return True
+        node, number, round_ = each
+        is_wired = not self.world.near(node, self.index)
+        if (is_wired and self.bound[node, number][1] == round_) or not self.has_come(node, number, round_):
+            return False
+        self.drop_early(node, number, round_)
+        self.dropped.add(each)
+        return True
+
+    def has_come(self, node, number, round_):
+        """As `bps_has_come`."""
+        for index, part, write in self.world.take_announced(self.index):
+            self.early.append((index, part, write.round, write.at))
+        part = self.parts[number]
+        return (ahead(part.round if part.owned else self.board[number], round_) >= 0
+                or (part.owned and ("node", node) in part.arrived and after(part.round) == round_)
+                or any(early[:3] == (node, number, round_) for early in self.early))
+
+    def drop_early(self, node, number, round_):
+        self.early = [early for early in self.early if early[:3] != (node, number, round_)]
+
+    def begin_redone(self, message):
+        gone = {number for number, part in list(self.parts.items())
+                if self.has_lost(part.unit) and not self.leave(number, part)}
+        for redo in self.redone:
+            if redo.part not in gone:
+                self.redo(redo.part, redo.kept_round, self.sums_again(redo))
+                for node in redo.again if self.parts[redo.part].owned else ():
+                    self.await_again(redo.part, node)
+        self.dropped.clear()
+        if self.lost_ranks > self.told_ranks:
+            self.told_ranks = self.lost_ranks
+            for unit, first in message.begins:
+                if self.names.get(unit) in self.lost_from:
+                    self.lost_from[self.names[unit]].append((first, self.lost_ranks))
+
+    def leave(self, number, part):
+        """Take lost ranks out of *part*; return whether this node still has inputs of it."""
+        members = self.members(part.unit)
+        lost = [("rank", rank) for rank in self.ranks if rank in self.lost_ranks]
+        lost += [("node", node.index) for node in self.world.nodes
+                 if not self.lost_ranks.isdisjoint(node.ranks) and node.index not in members]
+        for source in lost:
+            if not part.lose(source):
+                del self.parts[number]
+                for key in [key for key in self.bound if key[1] == number]:
+                    del self.bound[key]
+                return False
+        return True
+
+    def redo(self, number, kept, sums_again):
+        """As `bps_redo`."""
+        part = self.parts[number]
+        assert part.round in (kept, after(kept)), (self.index, number, part.round, kept)
+        if self.board[number] == after(kept):
+            self.board[number] = kept
+        if sums_again and part.round != kept:
+            fresh = {("node", node) for redo in self.redone if redo.part == number for node in redo.again}
+            assert not part.arrived and set(part.last) >= set(part.sources) - (fresh if part.owned else set()), (
+                f"node {self.index} is to sum partition {number} after round {kept} again, and has only the inputs "
+                f"{list(part.last)} of {part.sources}")
+            part.round, part.arrived, part.last = kept, part.last, {}
+        if part.is_kept and ahead(part.kept_round, kept) > 0:
+            part.is_kept = False
+
+    def await_again(self, number, node):
+        self.parts[number].arrived.pop(("node", node), None)
