@@ -307,6 +307,25 @@ def bench_chaos() -> None:
     """Kill and stop processes of training jobs and check that sums stay right, or the job fails with a clear error."""
 
 
+@_benchmark("worker_loss", "worker_loss.parts")
+@click.option("--parts", help="Parts: cost, pause, torchft.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Sizes of the sums whose cost is measured.  [default: 4K,64K,1M,16M,64M]",
+              metavar="MIN:MAX|N,N")
+@click.option("--trials", "n_trials", type=_COUNT,
+              help="Trainings in which a rank is killed, on one machine and on four.  [default: 100 each]")
+@click.option("--silent", "n_silent", type=click.IntRange(0),
+              help="Trainings in which a machine is stopped; each waits for its lease.  [default: 5]")
+@click.option("--torchft", "n_torchft", type=click.IntRange(0),
+              help="Trainings with torchft, by each of its settings; 0: none.  [default: 20]")
+@cli_options.rounds("each mode", default=11)
+@cli_options.result(quick="Run two sizes, few trials.")
+def bench_worker_loss() -> None:
+    """Measure what on_worker_loss = continue costs a step, and how long a loss stops the other ranks, beside torchft.
+
+    Exit code 1 if a sum was wrong or a job hung.
+    """
+
+
 @_benchmark("soak")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
 @click.option("--transport", type=click.Choice(["auto", "tcp", "shm"]), default="tcp", show_default=True)

@@ -103,6 +103,7 @@ PIECES = (
     _bench("compressed", "compressed.jsonl", 6, _machines),
     _bench("autotune", "autotune.jsonl", 4, _machines),
     _bench("helpers", "helpers.jsonl", 3),
+    _bench("worker_loss", "worker_loss.jsonl", 45),
     _bench("schedule --rounds 2", "schedule.jsonl", 20, _machines),
     Piece("expr3", "make expr3", ("expr3.json", "expr3.md", "expr3.png"), 3, _package("scipy", "matplotlib")),
     Piece("expr2", "make expr2", ("expr2.json", "expr2.md", "expr2.png"), 1, _package("scipy", "matplotlib")),

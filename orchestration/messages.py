@@ -313,10 +313,14 @@ class Heartbeat(Message):
 
 
 class Lost(Message):
-    """This node saw `who` ("rank 3", "node 1", ...) disappear."""
+    """This node saw `who` ("rank 3", "node 1", ...) disappear.
+
+    `is_fatal`: sums may be wrong, because data made no sense: the job ends, even if it goes on without lost ranks.
+    """
 
     who: str
     reason: str
+    is_fatal: bool = False
 
 
 class ProbeResult(Message):
@@ -829,8 +833,8 @@ class Attached(Message):
 class RanksLost(Message):
     """The job goes on without `ranks`, all that it has lost by now, because of `reason`. Before any such sum is there.
 
-    `begins`: each unit that one of the newly lost ranks pushed, and its first round without them. `pause_s`: how long
-    nothing was summed.
+    `begins`: each unit that one of the newly lost ranks pushed, and its first round without them. `pause_s`: for how
+    long this node has summed nothing.
     """
 
     ranks: tuple[int, ...]

@@ -279,8 +279,8 @@ static inline int bps_redo(struct bps_core *core, uint32_t index, uint32_t after
     if (status == BPS_OWNER_CHANGED) {
         uint32_t *word = bps_board_word(core->board, index);
         if (bps_load(word) == after + 1) {
+            bps_store(word, after); /* first: who reads the new count sees no word that is still to go back */
             bps_add(&((struct bps_board *)core->board)->n_redone, 1);
-            bps_store(word, after);
         }
         part->is_kept &= bps_reached(after, part->kept_round);
         if (sums_again && part->round != after) {

@@ -316,10 +316,14 @@ class Supervisor:
     def _has_trained(self) -> bool:
         """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count.
 
-        At least *min_workers* of them have ended with 0, as `_can_lose` has seen to that.
+        At least *min_workers* of them have ended with 0, as `_can_lose` has seen to that. Ranks that still run, and
+        have lost their node, do not count: one that hangs would keep the job for ever.
         """
+        without_node = self._nodes(self._processes) | {process.command.node for process in self._processes
+                                                       if self._is_left_behind(process)}
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
-                 and not (self._workers is not None and self._workers.is_superfluous(process))]
+                 and not (self._workers is not None and self._workers.is_superfluous(process))
+                 and not (process.code is None and process.command.node in without_node)]
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._lost for process in ranks)
 

@@ -272,7 +272,7 @@ class LocalRanks:
 
     def gone(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of the global *ranks* that have left."""
-        return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
+        return tuple(each.rank for each in self.ranks if each.left and not each.lost and each.rank in ranks)
 
     def declare(self, generation: Generation, installer: PlanInstaller) -> None:
         """Tell the ranks whose units are in *generation* that it was committed, and where their results appear."""

@@ -274,7 +274,8 @@ class Node:
             level = logging.INFO if self._is_said_by_others(error) else logging.ERROR
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
-            self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
+            self.send(messages.Lost(who=who or self.name, reason=reason or str(error),
+                                    is_fatal=isinstance(error, ProtocolError)))
         # A job that has begun survives the failure of a helper, unless its scheduler has ended.
         survives = tell and self._welcome is not None and not self._local_ranks.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)

@@ -138,7 +138,12 @@ class OwnerTransfer:
     @property
     def forgotten(self) -> set[int]:
         """The partitions of which earlier writes must not be repeated over another link."""
-        return self.given_up | self._redone.parts_sent_again
+        return self.given_up | self.rounds_sent_again.keys()
+
+    @property
+    def rounds_sent_again(self) -> dict[int, int]:
+        """See `RedoneRounds`."""
+        return self._redone.rounds_sent_again
 
     @property
     def arrived(self) -> bool:

@@ -344,7 +344,8 @@ class Peers:
         self._node.catch_up()  # this thread may have been busy for longer than the scheduler took
         if index in self._dropped:
             return
-        if self._node.is_without_scheduler and not self._nodes[index].ranks:
+        goes_on = not self._nodes[index].ranks or self._settings.on_worker_loss == "continue"
+        if self._node.is_without_scheduler and goes_on:
             self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._end_unanswered(index, error, True))
         elif was_without:
             wait_s = max(GRACE_S, self._settings.lease_s)

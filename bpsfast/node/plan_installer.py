@@ -67,7 +67,9 @@ class PlanInstaller:
         self._takeovers: dict[int, SharedMemoryTakeover] = {}  # of nodes of this host that are lost
         self._stores = ParameterStores(engine, regions.stores)
         self._parts = NodeParts(me, engine, regions, links, sources, self._role, self._stores, sums)
-        self._dropped: Dropped = set()  # since the last commit of a change of epoch
+        # since the last commit of a change of epoch: what was dropped, and by partition the rounds that are sent again
+        self._dropped: Dropped = set()
+        self._sent_again: dict[int, int] = {}
         #: The newest generation whose parts were bound here, committed or not.
         self.newest_generation = 0
         self.parts: dict[int, Part] = {}
@@ -231,10 +233,14 @@ class PlanInstaller:
         """Go on without *ranks*: all that the job has lost by now."""
         self._role.lose(ranks)
 
-    def require_undropped(self, index: int) -> None:
-        """Raise `PeerLostError` if a link to node *index* cannot replace the one before: the peer would write again
-        what this node has dropped, because a rank is lost, and it could not be told from what comes instead."""
-        if any(node == index for node, _, _ in self._dropped):
+    def require_undropped(self, index: int, awaited_there: Mapping[int, int]) -> None:
+        """Raise `PeerLostError` if a link to node *index*, which awaits these rounds, cannot replace the one before.
+
+        One of the two would write again what the other has dropped, or is to drop, because a rank is lost, and that
+        could not be told from what comes instead.
+        """
+        if (any(node == index for node, _, _ in self._dropped)
+                or any(awaited_there.get(part) == round_ for part, round_ in self._sent_again.items())):
             raise PeerLostError(f"the connection to node {index} has ended while the job was going on without a lost "
                                 "rank: what was sent over it cannot be told from what is summed again")
 
@@ -266,6 +272,7 @@ class PlanInstaller:
         transfer = OwnerTransfer(self._parts, self._unit_resources, self._takeovers, message, self._dropped)
         try:
             transfer.prepare(generation)
+            self._sent_again = dict(transfer.rounds_sent_again)
         except BaseException:
             self.drop(generation)
             raise
@@ -277,6 +284,7 @@ class PlanInstaller:
     def succeeded(self, generation: Generation) -> None:
         """Record the new owners of a generation that `prepare_owner_change` has made."""
         self._dropped.clear()
+        self._sent_again.clear()
         for unit in generation.plan.units:
             fresh = generation.unit_resources.get(unit.unit)
             resources = self._unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks,

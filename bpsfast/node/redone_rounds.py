@@ -40,9 +40,9 @@ class RedoneRounds:
         self._is_expecting = False
 
     @property
-    def parts_sent_again(self) -> set[int]:
-        """The partitions of which this node sends a result or a partial that it has sent before."""
-        return {redo.part for redo in self._redone if self._sums_again(redo)}
+    def rounds_sent_again(self) -> dict[int, int]:
+        """By partition, the round of which this node sends a result or a partial that it has sent before."""
+        return {redo.part: round_after(redo.kept_round) for redo in self._redone if self._sums_again(redo)}
 
     def _sums_again(self, redo: Redo) -> bool:
         is_owner = self._here[redo.part][1].owner == self._me.index
@@ -65,6 +65,7 @@ class RedoneRounds:
         for node in redo.again if owner == self._me.index else (owner,) if is_member else ():
             link = wire(self._links[node])
             if link is not None and redo.part in link.bound:
+                self._dropped.add((node, redo.part, round_after(redo.kept_round)))
                 link.bind(redo.part, *link.bound[redo.part], first_round=round_after(redo.kept_round))
 
     def _has_dropped(self, each: tuple[int, int, int]) -> bool:

@@ -178,7 +178,7 @@ class NodeRuntime:
     def resume(self, link: tcp.TcpLink) -> None:
         """Use *link* in place of one that was stopped by `stop_link`; what the peer awaits is written again."""
         old = self._replaced(link.index)
-        self.installer.require_undropped(link.index)
+        self.installer.require_undropped(link.index, link.awaited_there)
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
@@ -197,7 +197,7 @@ class NodeRuntime:
         still be replaced.
         """
         old = self._replaced(link.index)
-        self.installer.require_undropped(link.index)
+        self.installer.require_undropped(link.index, {})
         awaited = old.awaited()
         try:
             if not link.is_usable:
@@ -214,6 +214,7 @@ class NodeRuntime:
 
     def resume_rdma(self, link: rdma.RdmaLink, message: rdma.LinkResumed) -> None:
         """Write over *link*, over which `begin_rdma` receives: the peer has told where, and what it awaits."""
+        self.installer.require_undropped(link.index, message.awaited)
         link.aim(message)
         self._service.resume(self._source_of[link.index], message.awaited)
 

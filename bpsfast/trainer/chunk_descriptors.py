@@ -42,6 +42,7 @@ class PartitionedUnit(Protocol):
     needed: Collection[int]
 
     def result_address(self, round: int, offset: int) -> int: ...
+    def lost_in(self, round: int) -> frozenset[int]: ...
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:

@@ -112,6 +112,13 @@ class GuardedPort:
         """
         self._in_slices(lambda wait_s: self._wait(part, n_parts, round, wait_s),
                         lambda: (unit, part, n_parts, round), timeout_s, needed=unit.needed)
+        self._note_members(unit, round)
+
+    def _note_members(self, unit: PartitionedUnit, round: int) -> None:
+        """Tell the program, before it gets *round* of *unit*, which ranks that is without."""
+        if self._membership.goes_on:
+            self._membership.learn()
+            self._membership.waited_for(unit.lost_in(round))
 
     def exchange(self, unit: PartitionedUnit, round: int, place: tuple[int, int], timeout_s: float) -> None:
         """Announce *unit*'s inputs at *place* (segment, offset) and wait: cheaper than `submit` and `wait`."""
@@ -119,11 +126,11 @@ class GuardedPort:
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self.start_deferred() else _SLICE_S)
         self.submit(part, n_parts, round, *place, False, unit.nbytes)
         if self._wait(part, n_parts, round, slice_s) == DONE:
-            if self._membership.goes_on:
-                self._membership.update()
+            self._note_members(unit, round)
         else:
             self._in_slices(lambda wait_s: self._wait(part, n_parts, round, wait_s),
                             lambda: (unit, part, n_parts, round), timeout_s, spent_s=slice_s)
+            self._note_members(unit, round)
 
     def deliver(self, unit: PartitionedUnit, address: int, source: int, nbytes: int, part: int, round: int,
                 timeout_s: float) -> None:

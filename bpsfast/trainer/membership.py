@@ -1,7 +1,8 @@
 """Which ranks take part in a job that goes on without lost ranks (the setting on_worker_loss).
 
-The node tells its ranks of a loss before the first sum without the lost ranks is there. A rank reads that at the end of
-the wait for such a sum at the latest, so what it learns here is true of the result that it gets.
+The node tells its ranks of a loss before the first sum without the lost ranks is there. For the program a rank is a
+member until a sum without it is waited for: programs that wait for the same sums in the same order see the same members
+at the same places, whatever each of them knows already.
 """
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from .node_connection import Mailbox
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """A loss that the job has survived: `ranks` are lost because of `reason`, `members` are left.
 
-    `pause_s`: how long nothing was summed on this rank's machine. `first_rounds`: by the name of each tensor that the
-    lost ranks pushed, its first round without them, counted from 1 (modulo 2^32).
+    `pause_s`: from when this rank's machine heard of the loss to when it went on to sum. `first_rounds`: by the name of
+    each tensor that the lost ranks pushed, its first round without them, counted from 1 (modulo 2^32).
     """
 
     ranks: tuple[int, ...]
@@ -44,50 +45,57 @@ class Membership:
         self._mailbox = mailbox
         self._timeout_s = timeout_s
         self._begin = begin
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._callbacks: list[Callable[[Loss], object]] = []
-        self._n_called = 0  # losses that the callbacks have been called for
-        #: All ranks that the job goes on without.
-        self.lost: frozenset[int] = frozenset()
+        #: All ranks that the job goes on without, as far as this one knows.
+        self.known_lost: frozenset[int] = frozenset()
+        self._known: list[Loss] = []
+        #: What the program has been told, and the losses behind that, the earliest first.
         self.members = tuple(range(size))
-        #: In the order in which they came.
         self.losses: list[Loss] = []
 
     def note(self, message: RanksLost) -> None:
         """Take what the node says of a loss. The mailbox calls it with one message at a time."""
         lost = frozenset(message.ranks)
-        self.members = tuple(rank for rank in range(self._size) if rank not in lost)
+        members = tuple(rank for rank in range(self._size) if rank not in lost)
         first_rounds: dict[str, int] = {}
         for unit, round in message.begins:
             first_rounds |= self._begin(unit, round, lost)
-        self.losses.append(Loss(ranks=tuple(sorted(lost - self.lost)), members=self.members, reason=message.reason,
+        self._known.append(Loss(ranks=tuple(sorted(lost - self.known_lost)), members=members, reason=message.reason,
                                 pause_s=message.pause_s, first_rounds=first_rounds))
-        self.lost = lost  # last: other threads wait for it
+        self.known_lost = lost  # last: other threads wait for it
 
-    def update(self) -> None:
-        """Learn of all losses that have preceded what this rank has waited for, and call the callbacks."""
+    def waited_for(self, lost: frozenset[int]) -> None:
+        """Note that a sum without the ranks *lost* is returned to the program: tell it of their loss first."""
+        while len(self.losses) < len(self._known) and lost.issuperset(self._known[len(self.losses)].ranks):
+            with self._lock:  # other threads that get such a sum wait until the callbacks have returned
+                if len(self.losses) == len(self._known):
+                    return
+                loss = self._known[len(self.losses)]
+                if not lost.issuperset(loss.ranks):
+                    return
+                self.members = loss.members
+                self.losses.append(loss)
+                for callback in list(self._callbacks):
+                    callback(loss)
+
+    def learn(self) -> None:
+        """Learn of all losses that have preceded what this rank has waited for."""
         if not self.goes_on:
             return
         try:
             n_lost = self._n_lost()
         except ValueError:  # another thread has closed the session
             return
-        if len(self.lost) < n_lost:
-            self._mailbox.wait(lambda: True if len(self.lost) >= n_lost else None, self._timeout_s)
-        while self._n_called < len(self.losses):
-            with self._lock:
-                due = self.losses[self._n_called:]
-                self._n_called += len(due)
-            for loss in due:
-                for callback in list(self._callbacks):
-                    callback(loss)
+        if len(self.known_lost) < n_lost:
+            self._mailbox.wait(lambda: True if len(self.known_lost) >= n_lost else None, self._timeout_s)
 
     def require(self, ranks: Collection[int], what: str) -> None:
         """Raise `PeerLostError` if one of *ranks* is lost, each of which *what* needs."""
-        self.update()
-        if not self.lost.isdisjoint(ranks):
-            gone = ", ".join(map(str, sorted(self.lost.intersection(ranks))))
-            raise PeerLostError(f"{what} needs rank {gone}, which is lost: {self.losses[-1].reason}. The job goes on "
+        self.learn()
+        if not self.known_lost.isdisjoint(ranks):
+            gone = ", ".join(map(str, sorted(self.known_lost.intersection(ranks))))
+            raise PeerLostError(f"{what} needs rank {gone}, which is lost: {self._known[-1].reason}. The job goes on "
                                 "without it (on_worker_loss = continue), but only sums do without a rank")
 
     def call_on_loss(self, callback: Callable[[Loss], object]) -> None:

@@ -164,7 +164,8 @@ def size() -> int:
 def members() -> tuple[int, ...]:
     """Return the ranks that take part in the job now: all, without those that it has lost and goes on without.
 
-    A rank keeps its number, so with the setting on_worker_loss = continue there may be gaps.
+    A lost rank is a member until a sum without it has been waited for. A rank keeps its number, so with the setting
+    on_worker_loss = continue there may be gaps.
     """
     return current().membership.members
 
@@ -177,10 +178,10 @@ def losses() -> tuple[Loss, ...]:
 def on_ranks_lost(callback: Callable[[Loss], object]) -> None:
     """Call *callback* with a `Loss` each time that the job goes on without a lost rank, until `shutdown`.
 
-    It is called in the thread that waits for a sum, before that thread gets the first one without the lost ranks. All
-    remaining ranks get the same losses in the same order, but maybe not in the same wait. It must not push or wait
-    itself. What it raises reaches the caller of the wait. Use it to change what depends on the number of ranks: the
-    learning rate, and who reads which samples.
+    It is called in the thread that waits for a sum, before that thread gets the first one without the lost ranks, and
+    `members` and `size` change then: at the same place in all programs that wait for the same sums in the same order.
+    It must not push or wait itself. What it raises reaches the caller of the wait. Use it to change what depends on the
+    number of ranks: the learning rate, and who reads which samples.
     """
     current().membership.call_on_loss(callback)
 

@@ -101,7 +101,7 @@ class Unit:
         self.needed: Collection[int] = ()
         self._all_ranks = plan.ranks or tuple(range(session.size))
         #: (first round, ranks that are lost) of all its rounds.
-        self._lost_from: list[tuple[int, frozenset[int]]] = [(plan.first_round, session.membership.lost)]
+        self._lost_from: list[tuple[int, frozenset[int]]] = [(plan.first_round, session.membership.known_lost)]
         self._given_up = ""  # why the last round failed, if no handle can wait for it
         self._complete = self.round  # the last round that is known to be complete
         self._lock = threading.Lock()
@@ -451,10 +451,14 @@ class Unit:
         self._lost_from.append((round, lost))
         return dict.fromkeys(self.members, rounds_ahead(round, self.first_round) % N_ROUNDS + 1)
 
+    def lost_in(self, round: int) -> frozenset[int]:
+        """Return the ranks that are lost, and have no input in *round*, which is complete."""
+        return next((lost for first, lost in reversed(self._lost_from) if rounds_ahead(first, round) <= 0),
+                    frozenset())
+
     def contributors(self) -> tuple[int, ...]:
         """Return the ranks whose inputs are in the last round that was waited for."""
-        lost = next((lost for first, lost in reversed(self._lost_from) if rounds_ahead(first, self._complete) <= 0),
-                    frozenset[int]())
+        lost = self.lost_in(self._complete)
         return tuple(rank for rank in self._all_ranks if rank not in lost)
 
     def result_address(self, round: int, offset: int) -> int:

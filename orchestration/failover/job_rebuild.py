@@ -65,6 +65,7 @@ class JobRebuild:
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
+        self._dead: set[int] = set()  # nodes with ranks that a job which goes on without them does not wait for
         self._probes = NodeProbes(lease_s, timeout_s, now)
         #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
@@ -201,7 +202,7 @@ class JobRebuild:
 
     def _probe_silent(self, now: float) -> m.Outgoing:
         """Have the nodes with ranks that have reported probe those that are not heard."""
-        if self._majority_since is None:
+        if self._majority_since is None and not self._min_workers:
             return []
         told = [(index, self._reports.sender_of[index])
                 for index in sorted(self._reports.complete & self._reports.workers)]
@@ -251,7 +252,8 @@ class JobRebuild:
             return None
         nodes, lost, left_behind = self._nodes, self._reports.lost, self._reports.left_behind
         told = self._reports.complete - lost - left_behind
-        if not is_majority(told, self._reports.workers):
+        self._find_dead(now)
+        if not is_majority(told, self._reports.workers - self._dead):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
@@ -269,6 +271,14 @@ class JobRebuild:
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
         return merge_reports(nodes, reports, senders, lost, sorted(missing))
 
+    def _find_dead(self, now: float) -> None:
+        """Find nodes with ranks that are silent for a lease, and whose data port refuses connections: if the job goes
+        on without them, they do not count for the majority. A network that is cut refuses nothing.
+        """
+        missing = self._reports.workers - self._reports.sender_of.keys() if self._min_workers else set()
+        self._dead = {index for index in missing if index in self._dead or (
+            self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)}
+
     def _n_left(self, gone: Sequence[int]) -> int:
         """Return how many ranks are not lost if nodes *gone* are."""
         lost = self._reports.lost_ranks.union(*(self._nodes[index].ranks for index in gone))
@@ -280,6 +290,8 @@ class JobRebuild:
 
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not reported all, is lost: called lost by one with ranks, or silent."""
+        if index in self._dead:
+            return True
         only_sums = not self._nodes[index].ranks
         called = index in self._reports.called_lost or self._probes.is_refused(now, index)
         if only_sums and called and not self._open_connections_of(index):

@@ -198,7 +198,8 @@ class Job:
             return []
         if self.admitted:
             self._probes.closed(now, self.roster.index_of(sender))
-            return self._drop_if_dead(now, sender)
+            accusation = self._losses.accusation(sender)
+            return self._drop_if_dead(now, sender) if accusation is None else self._lose(now, sender, accusation)
         return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
                           ) if self._is_dispensable(sender) else []  # it says again that it joins, if it lives
 
@@ -245,6 +246,8 @@ class Job:
         if self.admitted and now >= self._next_probe:
             self._next_probe = now + self.settings.heartbeat_s * _PROBE_SHARE
             out += self._probe_silent(now)
+        for sender, error in self._losses.judged(now, self._silent_s(now)) if self.admitted else ():
+            out += self._lose(now, sender, error)
         if self.admitted:
             out += self._expire(now)
         if self.over:
@@ -256,6 +259,10 @@ class Job:
         if self.admitted:
             out += self._queries.expire(now)
         return out
+
+    def _silent_s(self, now: float) -> Callable[[bytes], float]:
+        """Return for how long each node has been silent."""
+        return lambda sender: now - self._heartbeats.seen.get(sender, now)
 
     def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
         """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
@@ -512,11 +519,17 @@ class Job:
             return self._lose(now, sender, error)
         if not self.admitted or not 0 <= node < len(self.roster.nodes):
             return self.abort(error)
+        if message.is_fatal and self.settings.min_workers and not self._is_dispensable(sender):
+            return self.abort(ProtocolError(str(error)))
         if node in self.roster.lost:
             return []
         lost = self.roster.senders[node]
         if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
             self._losses.suspect(now, lost, sender, error)
+            return []
+        if lost != sender and self.settings.min_workers and self._losses.is_worker(lost) and not (
+                self._probes.is_closed(node)):
+            self._losses.accuse(now, lost, sender, error)
             return []
         return self._lose(now, lost, error)
 

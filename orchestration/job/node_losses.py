@@ -8,7 +8,7 @@ dropped, or until it is gone.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .. import messages as m
 from ..errors import BpsError, PeerLostError, StallError
@@ -19,6 +19,9 @@ from .recovery import EpochChange, JobSnapshot
 #: The first epoch; each recovery begins the next.
 FIRST_EPOCH = 1
 
+#: So much later it is decided which of two nodes with ranks is lost, of which one has called the other lost: by then
+#: others may have called one of the two lost, and the connection of one whose process has ended is closed.
+_JUDGED_S = 0.5
 #: A node that is heard this long after a helper has called it lost lives: earlier messages may be older than the loss.
 _ALIVE_S = 0.1
 
@@ -37,6 +40,8 @@ class NodeLosses:
         #: By a node with ranks, and a helper that has called it lost: when, and why.
         self._suspected: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
         self._committed_ranks: frozenset[int] = frozenset()  # lost ranks, without which the last epoch was committed
+        #: Nodes with ranks, of which the second has called the first lost: when, and why.
+        self._accused: dict[tuple[bytes, bytes], tuple[float, PeerLostError]] = {}
         self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
         #: The change under way.
         self.recovery: EpochChange | None = None
@@ -51,6 +56,34 @@ class NodeLosses:
         """Note that *helper* calls *lost*, a node with ranks, lost because of *error*."""
         self._suspected.setdefault(lost, {}).setdefault(helper, (now, error))
 
+    def accuse(self, now: float, accused: bytes, accuser: bytes, error: PeerLostError) -> None:
+        """Note that *accuser* calls *accused* lost, both nodes with ranks, because of *error*."""
+        self._accused.setdefault((accused, accuser), (now, error))
+
+    def accusation(self, sender: bytes) -> PeerLostError | None:
+        """Return why another node with ranks calls *sender* lost, if one does."""
+        return next((error for (accused, _), (_, error) in self._accused.items() if accused == sender), None)
+
+    def judged(self, now: float, silent_s: Callable[[bytes], float]) -> list[tuple[bytes, PeerLostError]]:
+        """Return the node that is dropped because of what nodes with ranks say of each other, if it is time, and why.
+
+        They do not reach each other, and one has to go: that which most others do not reach, or which has been silent
+        for longer here (*silent_s*), or the later one.
+        """
+        if not any(now - since >= _JUDGED_S for since, _ in self._accused.values()):
+            return []
+        partners: dict[bytes, set[bytes]] = {}
+        for accused, accuser in self._accused:
+            partners.setdefault(accused, set()).add(accuser)
+            partners.setdefault(accuser, set()).add(accused)
+        longest_s = max(map(silent_s, partners))
+        chosen = max(partners, key=lambda sender: (
+            len(partners[sender]), longest_s > _ALIVE_S and silent_s(sender) > longest_s / 2,
+            self._roster.index_of(sender)))
+        error = self.accusation(chosen) or PeerLostError(
+            f"{self._roster.describe_node(self._roster.index_of(chosen))} calls others lost that reach each other")
+        return [(chosen, error)]
+
     def disproved(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
         """Return the helpers that have called *sender* lost, which is heard, and why: they cannot reach each other."""
         suspected = self._suspected.get(sender, {})
@@ -63,6 +96,7 @@ class NodeLosses:
         self._roster.lost.add(index)
         self._roster.lost_ranks.update(self._roster.nodes[index].ranks)
         self._suspected.pop(sender, None)
+        self._accused = {pair: said for pair, said in self._accused.items() if sender not in pair}
         self._without_share.discard(index)
         self._withdrawn = self._generations.lose(index) or self._withdrawn
         abort = m.dropped(f"the job goes on without this node: {error}")

@@ -44,7 +44,9 @@ class GenerationPlanner:
         """Begin a generation with all complete declarations, unless one is in progress or has to wait."""
         if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
             return []
-        specs = self._losses.take_withdrawn() or self._declarations.take_complete()
+        lost = self._roster.lost_ranks
+        specs = [spec for spec in self._losses.take_withdrawn()
+                 if not spec.ranks or not lost.issuperset(spec.ranks)] or self._declarations.take_complete()
         if not specs:
             return []
         try:

@@ -78,7 +78,7 @@ class StallFinding:
 class StallQueries(_Inquiries[tuple[int, int]]):
     """Open questions about stalled partitions, by (part, round).
 
-    `left(rank)`: whether a rank has called shutdown, or is lost.
+    `left(rank)`: whether a rank has called shutdown.
     """
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
@@ -267,7 +267,7 @@ class RankQueries:
         def is_gone(rank: int) -> bool:
             return rank in left or rank in roster.lost_ranks
 
-        self._stalls = StallQueries(roster, is_gone)
+        self._stalls = StallQueries(roster, left.__contains__)
         self._lags = LagQueries(roster)
         self._store = KeyValueStore(roster, is_gone)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.

@@ -1,6 +1,7 @@
 """A rank, or a machine with ranks, is lost in the middle of training: the others finish the step, and go on."""
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -209,15 +210,29 @@ def test_a_callback_hears_of_a_loss_before_the_first_sum_without_the_rank(job, t
     started.begin(sums_with_callback, str(path))
     until_step(path, 5)
     started.lose_ranks(2)
+    os.kill(started.ranks[1].pid, signal.SIGSTOP)  # in its wait, which may be over: it hears of the loss later
+    until_lost(path)
+    os.kill(started.ranks[1].pid, signal.SIGCONT)
     for outcome in started.outcomes(30):
-        (ranks, members, first_rounds, size), first = outcome.value
+        (ranks, members, first_rounds, size, step), first = outcome.value
         assert ranks == (2,) and members == (0, 1) and size == 2
         assert first == first_rounds["c"], "the first sum without rank 2 is the one that the callback has named"
+        assert step == first, "and the callback was called when that was waited for, on all ranks"
+
+
+def until_lost(path, timeout_s: float = 0.3) -> None:
+    """Wait until rank 0 makes no steps any more, or has made the first without rank 2."""
+    deadline = time.monotonic() + timeout_s
+    before = path.read_text()
+    while time.monotonic() < deadline:
+        if path.read_text() != before:
+            before, deadline = path.read_text(), time.monotonic() + timeout_s
 
 
 def sums_with_callback(path: str):
     found, first, step = [], 0, 0
-    bpsfast.on_ranks_lost(lambda loss: found.append((loss.ranks, loss.members, loss.first_rounds, bpsfast.size())))
+    bpsfast.on_ranks_lost(
+        lambda loss: found.append((loss.ranks, loss.members, loss.first_rounds, bpsfast.size(), step)))
     while not first:
         step += 1
         say_step(path, step)

@@ -176,6 +176,13 @@ def test_a_node_without_ranks_left_fails_nothing(job):
     assert code == 0 and f"node 1 ended with exit code {LEFT_BEHIND}: the job goes on without it" in err
 
 
+@pytest.mark.parametrize("end", [_KILLED, f"raise SystemExit({LEFT_BEHIND})"])
+def test_a_rank_that_hangs_without_its_node_keeps_nobody(end, job):
+    code, err = job.run(node_process(0, ""), node_process(1, end), program("rank 0", _JOINED + job.after("node 1 ")),
+                        program("rank 1", _JOINED + _STAYS, node=1))
+    assert code == 0 and "rank 1; ending them" in err
+
+
 def test_neither_is_it_the_cause_if_too_few_ranks_are_left(job):
     """Its rank has a wrapper, and ends after it."""
     code, err = job.run(

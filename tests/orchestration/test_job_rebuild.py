@@ -146,6 +146,24 @@ def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
         assert rebuilding.snapshot(59.0) is None
 
 
+def test_a_dead_machine_does_not_keep_a_job_that_goes_on_without_it():
+    """Of two machines the first one is lost with the scheduler: the other one has no majority, but its port refuses."""
+    said = reports(2)
+    rebuilding = begin(min_workers=1)
+    tell(rebuilding, 1, said[1])
+    assert rebuilding.snapshot(0.0) is None
+    assert any(isinstance(message, m.ProbeRequest) for now in (4.0, 8.0) for _, message in rebuilding.tick(now))
+    rebuilding.receive(10.5, b"1", m.ProbeResult(node=0, outcome="silent"))
+    assert rebuilding.snapshot(10.5) is None, "it may be behind a network that is cut"
+    rebuilding.receive(11.0, b"1", m.ProbeResult(node=0, outcome="refused"))
+    snapshot = rebuilding.snapshot(11.0)
+    assert snapshot is not None and list(snapshot.absent) == [0] and snapshot.lost_ranks == {0}
+    without = begin()
+    tell(without, 1, said[1])
+    without.receive(11.0, b"1", m.ProbeResult(node=0, outcome="refused"))
+    assert without.snapshot(11.0) is None
+
+
 def test_settings_are_those_of_the_scheduler_where_it_knows_them():
     said = reports(1)
     ((_, refuse),) = tell(begin(fingerprint={"transport": "rdma"}), 0, said[0])

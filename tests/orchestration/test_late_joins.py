@@ -52,7 +52,8 @@ def test_from_the_join_to_the_commit():
     table.commit(spec("x", shape=(8192,)))  # without it
     link(table)
     freezes = [table.got(sender, m.Freeze) for sender in (*NODES, NEW)]
-    assert freezes == [[m.Freeze(epoch=2, lost=(), joined=(4,), reason="helper 2 (node 4, host j) has come")]] * 5
+    assert freezes == [[m.Freeze(epoch=2, lost=(), joined=(4,), reason="helper 2 (node 4, host j) has come",
+                                  reports_all=True)]] * 5
     everything(table)
     recovers = [table.got(sender, m.Recover) for sender in (*NODES, NEW)]
     (recover,) = recovers[0]

@@ -441,3 +441,82 @@ def test_a_loss_goes_before_a_newcomer_and_that_is_taken_in_afterwards():
     table.say(b"J", m.Ready(generation=generation))
     freeze = freeze_of(table)
     assert (freeze.epoch, freeze.joined, freeze.lost_ranks, freeze.lost) == (4, (4,), (1,), ())
+
+
+# -- nodes with ranks that call each other lost -----------------------------------------------------------------------
+
+
+def table_of_three(**fields):
+    """Return a table of three nodes with a rank each, which have joined."""
+    table = Table(num_nodes=3, min_workers=1, **fields)
+    for sender, host in ((b"A", "a"), (b"B", "b"), (b"C", "c")):
+        table.say(sender, join(host, 1))
+    return table
+
+
+def accuse(table, accuser, *nodes):
+    for node in nodes:
+        table.say(accuser, m.Lost(who=f"node {node}", reason="its data connection ended"))
+
+
+def decided(table, to=1.0):
+    """Let the time pass in which it is decided who is lost; return the nodes that are dropped."""
+    for sender in (b"A", b"B", b"C"):
+        if sender in table.job._heartbeats.seen:
+            table.say(sender, m.Heartbeat(sequence=0))
+    table.tick(to)
+    return sorted(table.job.roster.lost)
+
+
+def test_the_node_that_most_others_do_not_reach_is_dropped():
+    """Its own network card is broken: it calls all others lost, and each of them calls it lost, or has not noticed."""
+    table = table_of_three()
+    accuse(table, b"A", 1, 2)
+    assert table.job.roster.lost == set() and decided(table, 0.1) == []
+    assert decided(table) == [0] and not table.job.over
+    assert [each.goes_on for each in table.got(b"A", m.Abort)] == [True]
+
+
+def test_an_accused_node_whose_connection_closes_is_lost_at_once():
+    table = table_of_three()
+    accuse(table, b"A", 1)
+    assert table.job.roster.lost == set()
+    table.post(table.job.closed(0.0, b"B"))
+    assert table.job.roster.lost == {1}
+    other = table_of_three()
+    other.post(other.job.closed(0.0, b"B"))
+    accuse(other, b"A", 1)
+    assert other.job.roster.lost == {1}, "or the other way around"
+
+
+def test_of_two_that_do_not_reach_each_other_the_silent_one_is_dropped_else_the_later():
+    table = table_of_three(heartbeat_s=0.2, lease_s=30.0)
+    accuse(table, b"C", 0)
+    for now in (1.0, 2.0):
+        for sender in (b"B", b"C"):
+            table.now = now
+            table.say(sender, m.Heartbeat(sequence=0))
+    table.tick(2.1)
+    assert table.job.roster.lost == {0}
+    table = table_of_three()
+    accuse(table, b"C", 0)
+    accuse(table, b"A", 2)
+    assert decided(table) == [2]
+
+
+def test_data_that_makes_no_sense_ends_the_job():
+    """Which sums are wrong is not known."""
+    table = table_of_three()
+    table.say(b"A", m.Lost(who="node 0", reason="node 1 sent what fits no partition", is_fatal=True))
+    assert table.job.aborted is not None and table.job.aborted.error == "ProtocolError"
+
+
+def test_what_nobody_is_left_to_push_is_not_planned():
+    table = table_of()
+    table.say(b"A", m.Declare(rank=1, tensors=(spec("x", ranks=(1, 2)),)))
+    lose_rank(table, 1)
+    recovered(table)
+    table.lose(b"B")
+    report(table, 3)
+    table.ready(table.recover().generation)
+    assert not any(table.got(sender, m.Plan) for sender in table.alive) and not table.job.over

@@ -38,7 +38,6 @@ class WorkerLosses(World):
     def start(self, shape, policy, first_round):
         self.dead, self.doomed = set(), set()  # ranks: those that do nothing more; those that are or will be lost
         self.seen = {}  # (unit, partitions that are pushed together, round) -> rank -> ranks that its result is of
-        self.came_with = {}  # newcomer -> nodes that were lost when it came
         policy = policy if any(n == 0 for _, n in shape) else "optimal"
         super().start(shape, policy, first_round)
 
@@ -80,7 +79,13 @@ class WorkerLosses(World):
         looks = [(node.index, node.look) for node in self.nodes if node.alive and node.is_waiting
                  and any(self.wires[index, node.index, part] and self.near(index, node.index)
                          for index, part, _ in node.superseded)]
-        return super().possible() + looks
+        judges = [(-1, self.judge)] if getattr(self.job, "_losses", None) and self.job._losses._accused else []
+        return super().possible() + looks + judges
+
+    def judge(self):
+        """The scheduler decides which of two nodes goes that do not reach each other."""
+        for sender, error in self.job._losses.judged(self.table.now + 1.0, lambda sender: 0.0):
+            self.table.post(self.job._lose(self.table.now, sender, error))
 
     def pushes(self, node):
         return [(node.index, self.push, rank, unit, parts) for unit, parts in self.streams(node)
@@ -149,9 +154,10 @@ class WorkerLosses(World):
         """One node with ranks does not reach another one any more, and says so."""
         lost, worker = self.workers[number % len(self.workers)], self.workers[who % len(self.workers)]
         if (lost.index not in worker.excluded and lost is not worker and worker.alive and lost.alive
-                and not self.near(lost.index, worker.index) and set(self.candidates()) - set(lost.ranks)
+                and not self.near(lost.index, worker.index)
+                and set(self.candidates()) - {*lost.ranks, *worker.ranks}
                 and not self.doomed.intersection(worker.ranks)):
-            self.doomed.update(lost.ranks)
+            self.doomed.update(lost.ranks, worker.ranks)  # one of the two
             self.cut(worker.index, lost.index)
             self.tell(worker.index, m.Lost(who=f"node {lost.index}", reason="its connection has ended"))
 
@@ -178,7 +184,6 @@ class WorkerLosses(World):
     @precondition(lambda self: len(self.nodes) < 8)
     @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
     def come(self, host, seed, n_steps):
-        self.came_with[len(self.nodes)] = set(self.job.roster.lost)
         super().come(host, seed, n_steps)
 
     # -- what holds -----------------------------------------------------------------------------------------
@@ -247,10 +252,7 @@ class WorkerLosses(World):
         missing = [(rank, unit) for rank in left for unit in self.names
                    if rank in self.ranks_of(unit) and unit not in self.home[rank].units]
         assert not missing, f"never committed: {missing}"
-        # A newcomer that awaits a worker which is lost meanwhile is not taken in.
-        workers = {node.index for node in self.workers}
-        waiting = [index for index in roster.joining if self.nodes[index].alive
-                   and not (roster.lost & workers) - self.came_with[index]]
+        waiting = [index for index in roster.joining if self.nodes[index].alive]
         assert not waiting, f"nodes {waiting} were never taken in"
 
     @invariant()
@@ -454,7 +456,6 @@ class LosingOrphans(WorkerLosses, Orphans):
         0 < len(self.job.roster.nodes) < 8))
     @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
     def come(self, host, seed, n_steps):
-        self.came_with[len(self.job.roster.nodes)] = set(self.job.roster.lost)
         Orphans.come(self, host, seed, n_steps)
 
     @rule(number=st.integers(0, 4), who=st.integers(0, 2))

@@ -34,7 +34,7 @@ class _NoSession:
     """Units that only look at results need rounds, and nothing else of a session."""
 
     clock = SimpleNamespace(rounds=lambda first_round: Rounds(None, first_round - 1))
-    size, membership = 1, SimpleNamespace(lost=frozenset())
+    size, membership = 1, SimpleNamespace(known_lost=frozenset())
 
 
 def unit(segments, nbytes, *extents):

@@ -63,7 +63,7 @@ class DistributedGradientTape(_Tape):
         sent = [None if is_local else scaled(gradient, 1 / self._factor)
                 for is_local, gradient in zip(are_local, gradients)]
         found = [scaled(total, self._factor) for total in self._reduced(sources, sent, learning_rate)]
-        n_ranks = process.current().size if is_global(self._process_set) else self._process_set.size()
+        n_ranks = process.size() if is_global(self._process_set) else self._process_set.size()
         share = 1 / (n_ranks or 1) if self._scales_local else 1.0
         return [scaled(gradient, share) if is_local and gradient is not None else total
                 for is_local, gradient, total in zip(are_local, gradients, found)]
