@@ -12,7 +12,7 @@ import bpsfast
 from bpsfast.base.exit_codes import LEFT_BEHIND
 from tests.support.lossy_training import say_step, train_without_lost, until_step
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(120)]
 
 #: Ranks of each machine, as the job has them.
 MACHINES = {(4,): ((0, 1, 2, 3),), (1, 1, 1): ((0,), (1,), (2,)), (2, 2): ((0, 1), (2, 3)),
