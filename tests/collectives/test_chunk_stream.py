@@ -53,7 +53,7 @@ def test_each_chunk_has_a_partition_of_its_own(chunk_size, dtype):
 def test_what_a_pipe_is_declared_as():
     assert spec_of("g/0", (1, 3), "bfloat16", "avg", SMALL) == TensorSpec(
         name="g/0/bfloat16.avg.small", dtype="bfloat16", shape=(512 << 10,), average=True, op="sum", ranks=(1, 3),
-        priority=1 << 20, partition_nbytes=64 << 10)
+        priority=1 << 20, partition_nbytes=64 << 10, separate=True)
     assert spec_of("g/0", (), "int8", "bor", TINY).op == "bor"
     names = {spec_of("g", (), "int64", "band", chunk_size).name for chunk_size in (*chunk_sizes(True), FINGERPRINTS)}
     assert len(names) == 4, "fingerprints go a way of their own"

@@ -37,6 +37,7 @@ class Processes(Job):
     def __init__(self, n: int) -> None:
         self.ranks: list[ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
+        self.lost: set[int] = set()
         self.is_spoilt = False
         self._forked = True
         self._pipes = []
