@@ -203,19 +203,24 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
         case "survived node":
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "survived several":
-            later_s = chance.choice([0.0, 0.002, 0.01, 0.05, 0.3])  # at once, or while the job recovers, or after that
-            machine = chance.randrange(len(scenario.ranks))  # which is not lost as a whole
-            others = [f"rank {rank}" for i, ranks in enumerate(scenario.machines) for rank in ranks[i == machine:]]
-            others += [f"node {i}" for i in range(len(scenario.ranks)) if i != machine]
-            first = Fault(step, delay_s, chance.choice(others))
-            second = Fault(step, later_s, chance.choice([role for role in [*others, *helpers, "scheduler"]
-                                                         if role != first.role]))
-            if second.role == "scheduler":
-                second = dataclasses.replace(second, seconds=chance.choice([0.0, 0.3]), restarts=True)
-            return chance.choice([[first, second], [dataclasses.replace(second, delay_s=delay_s),
-                                                    dataclasses.replace(first, delay_s=later_s)]])
+            return _two_losses(scenario, chance, step, delay_s, helpers)
         case "lost worker, shrink":
             return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
         case "lost worker, wait":
             return [Fault(step + i * chance.choice([0, 5]), delay_s, f"worker {worker}") for i, worker in
                      enumerate(chance.sample(range(sum(scenario.ranks)), chance.randint(1, sum(scenario.ranks) - 1)))]
+
+
+def _two_losses(scenario: Scenario, chance: random.Random, step: int, delay_s: float, helpers: list[str]
+                ) -> list[Fault]:
+    """Return the loss of a rank or a node, and another one at once, while the job recovers, or after that."""
+    later_s = chance.choice([0.0, 0.002, 0.01, 0.05, 0.3])
+    machine = chance.randrange(len(scenario.ranks))  # which is not lost as a whole
+    others = [f"rank {rank}" for i, ranks in enumerate(scenario.machines) for rank in ranks[i == machine:]]
+    others += [f"node {i}" for i in range(len(scenario.ranks)) if i != machine]
+    one = Fault(step, delay_s, chance.choice(others))
+    other = Fault(step, later_s, chance.choice([role for role in [*others, *helpers, "scheduler"] if role != one.role]))
+    if other.role == "scheduler":
+        other = dataclasses.replace(other, seconds=chance.choice([0.0, 0.3]), restarts=True)
+    return chance.choice([[one, other], [dataclasses.replace(other, delay_s=delay_s),
+                                         dataclasses.replace(one, delay_s=later_s)]])
