@@ -126,7 +126,7 @@ class EpochChange:
                 begins.append((unit.unit, round_after(kept)))
             for part, done in reports[unit.unit]:
                 change = changes.get(part.part)
-                redo = _redo(part, done, kept, hit, hit - members, change, self._unfinished(change))
+                redo = _redo(part, done, kept, hit, hit - members, change, self._survivors)
                 redone += [redo] if redo is not None else []
                 keeper = self._new_keeper(unit, part, done, members, change, redo)
                 keepers += [keeper] if keeper is not None else []
@@ -136,7 +136,7 @@ class EpochChange:
                     change: OwnerChange | None, redo: Redo | None) -> NewKeeper | None:
         """Return who sends the result of *change* in place of its keeper, if that is lost, and it is still lacked.
 
-        Raises `PeerLostError` if nobody can.
+        Raises `PeerLostError` if no remaining node can send it.
         """
         if (change is None or not change.lacking or change.giver >= 0 or change.keeper in self._survivors
                 or part.owner not in self._survivors):
@@ -194,7 +194,7 @@ class EpochChange:
             for part in wanted:
                 members, hit = members_of[unit.ranks]
                 if not members and not with_leaving:
-                    continue  # nobody pushes it any more
+                    continue  # all of its ranks are lost
                 has_owner = part.owner in self._survivors and (members or part.part in said.get(part.owner, {}))
                 asked = [*members, *([part.owner] if with_owner and has_owner and part.owner not in members else [])]
                 asked += [node for node in hit
@@ -256,7 +256,7 @@ def _last_whole(unit: UnitPlan, parts: Sequence[tuple[PartPlan, Mapping[int, _Pr
         for _, done in parts:
             whole = done[node].complete if rounds_ahead(done[node].complete, whole) < 0 else whole
         last = whole if last is None or rounds_ahead(whole, last) > 0 else last
-    assert last is not None, "somebody pushes it"
+    assert last is not None, "a unit without ranks is not asked about"
     for part, done in parts:
         for node, each in done.items():
             # a node that has lost its last rank may have had one round more as a whole, and begun the next
@@ -270,11 +270,11 @@ def _last_whole(unit: UnitPlan, parts: Sequence[tuple[PartPlan, Mapping[int, _Pr
 
 
 def _redo(part: PartPlan, done: Mapping[int, _Progress], kept: int | None, hit: Collection[int],
-          leaving: Collection[int], change: OwnerChange | None, unfinished: OwnerChange | None) -> Redo | None:
+          leaving: Collection[int], change: OwnerChange | None, survivors: Collection[int]) -> Redo | None:
     """Return what is to be done again of *part* after round *kept* (None: of each partition its own), if anything is.
 
     *hit*: nodes that have lost a rank, and live; *leaving*: those that have no other one. *change*: the last one of its
-    owner; *unfinished*: the same, if its keeper was to send a result.
+    owner, whose keeper may be lost: then what that was to send does not come.
     """
     owner = done.get(part.owner)
     is_separate = kept is None
@@ -290,10 +290,11 @@ def _redo(part: PartPlan, done: Mapping[int, _Progress], kept: int | None, hit: 
     stale: list[tuple[int, int, int]] = []
     for node, each in others.items():
         sender, coming = part.owner, owner.complete if owner is not None else each.complete
-        if (unfinished is not None and node in unfinished.lacking
-                and rounds_ahead(each.complete, unfinished.kept_round) < 0):
-            sender, coming = unfinished.keeper, unfinished.kept_round
-        if rounds_ahead(each.complete, coming) < 0 and (node in leaving or rounds_ahead(coming, kept) > 0):
+        if (change is not None and change.giver < 0 and node in change.lacking
+                and rounds_ahead(each.complete, change.kept_round) < 0):
+            sender, coming = change.keeper, change.kept_round
+        if (sender in survivors and rounds_ahead(each.complete, coming) < 0
+                and (node in leaving or rounds_ahead(coming, kept) > 0)):
             stale.append((node, sender, coming))
         if (owner is not None and rounds_ahead(each.passed_on, owner.complete) > 0
                 and (node in again or node in leaving)):

@@ -280,15 +280,18 @@ class World(RuleBasedStateMachine):
             self.go_on(Random(self.limit))
         self.the_job_goes_on()
         if not self.table.job.over:
-            last = after(self.first_round, self.limit)
-            for node in self.nodes:
-                for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
-                    assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
-            roster, losses = self.table.job.roster, self.table.job._losses
+            self.all_is_done()
+            losses = self.job._losses
             assert losses.recovery is None and not losses._without_share
-            waiting = [index for index in roster.joining if self.nodes[index].alive]
+            waiting = [index for index in self.job.roster.joining if self.nodes[index].alive]
             assert not waiting, f"nodes {waiting} were never taken in"
-            assert len(self.pushed) == len(self.ranks_of("w")) + len(self.ranks_of("x"))
+
+    def all_is_done(self):
+        last = after(self.first_round, self.limit)
+        for node in self.nodes:
+            for part in [part for unit, parts in node.units.items() for part in parts if node.local(unit)]:
+                assert node.board[part] == last, f"node {node.index} waits for partition {part} for ever"
+        assert len(self.pushed) == len(self.ranks_of("w")) + len(self.ranks_of("x"))
 
 
 TestWorld = World.TestCase
