@@ -214,14 +214,22 @@ static inline void bps_drop_early(struct bps_core *core, uint32_t index, uint32_
     bps_leave(core);
 }
 
-/* Divide the results of a part by `divisor` from the next sum on. */
-static inline int bps_set_divisor(struct bps_core *core, uint32_t index, int64_t divisor)
+/* Take the lock and return a part that may be changed now; NULL, and why in `*status`, if it may not. */
+static inline struct bps_part *bps_begin_change(struct bps_core *core, uint32_t index, int *status)
 {
     pthread_mutex_lock(&core->lock);
     int is_there = index < core->n_parts && core->parts[index].inputs != NULL;
-    int status = bps_change_status(core, is_there, 1);
-    if (status == BPS_OWNER_CHANGED)
-        core->parts[index].divisor = divisor;
+    *status = bps_change_status(core, is_there, 1);
+    return *status == BPS_OWNER_CHANGED ? &core->parts[index] : NULL;
+}
+
+/* Divide the results of a part by `divisor` from the next sum on. */
+static inline int bps_set_divisor(struct bps_core *core, uint32_t index, int64_t divisor)
+{
+    int status;
+    struct bps_part *part = bps_begin_change(core, index, &status);
+    if (part != NULL)
+        part->divisor = divisor;
     bps_leave(core);
     return status;
 }
@@ -229,11 +237,12 @@ static inline int bps_set_divisor(struct bps_core *core, uint32_t index, int64_t
 /* Expect the kept result that a member's part waits for, if it does, from `keeper`: the one before is lost. */
 static inline int bps_set_keeper(struct bps_core *core, uint32_t index, uint32_t keeper)
 {
-    pthread_mutex_lock(&core->lock);
-    int is_there = index < core->n_parts && core->parts[index].inputs != NULL && !core->parts[index].owned;
-    int status = bps_change_status(core, is_there, 1);
-    if (status == BPS_OWNER_CHANGED)
-        core->parts[index].keeper = keeper;
+    int status;
+    struct bps_part *part = bps_begin_change(core, index, &status);
+    if (part != NULL && part->owned)
+        status = BPS_NO_PART;
+    else if (part != NULL)
+        part->keeper = keeper;
     bps_leave(core);
     return status;
 }
@@ -242,16 +251,15 @@ static inline int bps_set_keeper(struct bps_core *core, uint32_t index, uint32_t
  * forgotten. */
 static inline int bps_lose_input(struct bps_core *core, uint32_t index, uint32_t source)
 {
-    pthread_mutex_lock(&core->lock);
-    struct bps_part *part = &core->parts[index];
-    int is_there = index < core->n_parts && part->inputs != NULL, status = bps_change_status(core, is_there, 1);
+    int status;
+    struct bps_part *part = bps_begin_change(core, index, &status);
     uint32_t at = 0;
-    while (status == BPS_OWNER_CHANGED && at < part->n_inputs && part->inputs[at].source != source)
+    while (part != NULL && at < part->n_inputs && part->inputs[at].source != source)
         at++;
-    for (uint32_t i = 0; status == BPS_OWNER_CHANGED && i < part->n_shm_peers; i++)
+    for (uint32_t i = 0; part != NULL && i < part->n_shm_peers; i++)
         if (part->shm_peers[i] == source)
             part->shm_peers[i--] = part->shm_peers[--part->n_shm_peers];
-    if (status == BPS_OWNER_CHANGED && at < part->n_inputs) {
+    if (part != NULL && at < part->n_inputs) {
         part->n_missing -= !part->inputs[at].arrived;
         memmove(part->inputs + at, part->inputs + at + 1, (part->n_inputs - at - 1) * sizeof *part->inputs);
         *(at < part->n_before                   ? &part->n_before
@@ -297,10 +305,9 @@ static inline int bps_redo(struct bps_core *core, uint32_t index, uint32_t after
 /* Wait again for the input of `source` in the round after the last one: the one that came does not count. */
 static inline int bps_await_again(struct bps_core *core, uint32_t index, uint32_t source)
 {
-    pthread_mutex_lock(&core->lock);
-    struct bps_part *part = &core->parts[index];
-    int is_there = index < core->n_parts && part->inputs != NULL, status = bps_change_status(core, is_there, 1);
-    for (uint32_t i = 0; status == BPS_OWNER_CHANGED && i < part->n_inputs; i++)
+    int status;
+    struct bps_part *part = bps_begin_change(core, index, &status);
+    for (uint32_t i = 0; part != NULL && i < part->n_inputs; i++)
         if (part->inputs[i].source == source && part->inputs[i].arrived) {
             part->inputs[i].arrived = 0;
             part->n_missing++;

@@ -236,7 +236,7 @@ class Declarations:
     def _note_complete(self, changed: _List) -> None:
         """Note which bundles of the list *changed* all their ranks have declared now."""
         n = len(changed.of) - (sum(rank in self._lost for rank in changed.of) if self._lost else 0)
-        if changed.overlap.n < n or n == 0:  # nobody is left that would push it
+        if changed.overlap.n < n or n == 0:  # all of its ranks are lost
             return
         counts: dict[tuple[_List, ...], int] = {}
         for key in changed.bundles:
