@@ -23,7 +23,7 @@ from .admission import Admission, JobSettings as JobSettings, NicRates
 from .declarations import Declarations
 from .generations import Generations
 from .late_joins import LateJoins
-from .liveness import DEAD_S, HeartbeatMonitor, NodeProbes
+from .liveness import DEAD_S, GOES_ON_DEAD_S, HeartbeatMonitor, NodeProbes
 from .node_losses import FIRST_EPOCH, NodeLosses
 from .planning import GenerationPlanner
 from .rank_queries import Barriers, RankQueries
@@ -58,7 +58,8 @@ class Job:
         self._n_heartbeats = 0
         self._next_probe = now
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
-        self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
+        self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now,
+                                  GOES_ON_DEAD_S if settings.min_workers else DEAD_S)
         self._reached_by_others: set[bytes] = set()  # silent for too long, but known to live
         self._replaced_senders: set[bytes] = set()  # earlier connections of processes that have reconnected
         self._refused = ""  # why the last refused join was refused, while the job gathers
@@ -205,8 +206,7 @@ class Job:
 
     def _drop_if_dead(self, now: float, sender: bytes) -> m.Outgoing:
         """Drop the node behind *sender* if its process is proven dead, or end the job."""
-        only_sums = self._is_helper(sender)
-        if not self._probes.is_dead(now, self.roster.index_of(sender), 0.0 if only_sums else DEAD_S):
+        if not self._probes.is_dead(now, self.roster.index_of(sender), has_ranks=not self._is_helper(sender)):
             return []
         return self.unreachable(now, sender)
 

@@ -88,15 +88,21 @@ class HeartbeatMonitor:
 
 #: Time for which both signs of death must last for a node with ranks: reloading a firewall takes less.
 DEAD_S = 1.0
+#: The same where the job goes on without the node, as the mistake would cost less: its ranks, and not the job.
+GOES_ON_DEAD_S = 0.25
 #: The most nodes at a time that probe one node.
 _MOST_PROBING = 3
 _NEVER = float("-inf")
 
 
 class NodeProbes:
-    """What is known of the nodes of one job, by index; *now* is any monotonic clock. Owner thread only."""
+    """What is known of the nodes of one job, by index; *now* is any monotonic clock. Owner thread only.
 
-    def __init__(self, lease_s: float, timeout_s: float, now: float) -> None:
+    *dead_s*: for how long both signs of death must last for a node with ranks.
+    """
+
+    def __init__(self, lease_s: float, timeout_s: float, now: float, dead_s: float = DEAD_S) -> None:
+        self._dead_s = dead_s
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._last_tick = now
@@ -132,10 +138,13 @@ class NodeProbes:
         """Whether the data port of node *index* has just refused a connection."""
         return index in self._refused and now - self._refused[index][1] <= DEAD_S
 
-    def is_dead(self, now: float, index: int, dead_s: float = DEAD_S) -> bool:
-        """Whether node *index* is proven dead: for *dead_s* its connection is closed and its data port refuses."""
+    def is_dead(self, now: float, index: int, has_ranks: bool) -> bool:
+        """Whether node *index* is proven dead: its connection is closed and its data port refuses.
+
+        If it *has_ranks*, both must have lasted.
+        """
         return (index in self._closed and self.is_refused(now, index)
-                and now - max(self._closed[index], self._refused[index][0]) >= dead_s)
+                and now - max(self._closed[index], self._refused[index][0]) >= (self._dead_s if has_ranks else 0.0))
 
     def lives(self, now: float, index: int, seen: float) -> bool:
         """Whether node *index*, last heard at *seen*, is known to live, and still has time to reconnect."""
@@ -146,8 +155,8 @@ class NodeProbes:
         is_closed = index in self._closed
         if not is_closed and now - seen < self._lease_s / 2:
             return []
-        if now - self._asked.get(index, _NEVER) < (min(DEAD_S / 2, self._lease_s / 8) if is_closed else
-                                                   self._lease_s / 8):
+        if now - self._asked.get(index, _NEVER) < min(self._dead_s / 2 if is_closed else self._lease_s,
+                                                      self._lease_s / 8):
             return []
         self._asked[index] = now
         after = sorted(others(), key=lambda other: (other[0] <= index, other[0]))

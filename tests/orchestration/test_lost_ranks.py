@@ -331,6 +331,17 @@ def court(monkeypatch):
     return court
 
 
+def test_a_node_counts_as_dead_sooner_than_where_its_loss_ends_the_job(court):
+    court.tick(0.5, scheduler_with_nodes.NODES)
+    court.scheduler_state.unreachable(court.now, court.over["C"])
+    court.tick(1.0, "ABH")
+    assert court.got("A", m.ProbeRequest) == [m.ProbeRequest(node=2)]
+    court.say("A", m.ProbeResult(node=2, outcome="refused"))
+    assert not court.got("A", m.Freeze), "a firewall that is just reloaded does that"
+    court.tick(1.5, "ABH")
+    assert [freeze.lost for freeze in court.got("A", m.Freeze)] == [(2,)]
+
+
 def stopped(court, names="ABCH"):
     """Let *names* answer the `Freeze` that they read."""
     for name, messages in court.read(*names).items():
