@@ -60,8 +60,7 @@ class ElasticSampler(_ElasticSampler):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that all ranks have used as many samples as there are *indices*, after those that are recorded."""
-        n_used = self.n_processed + len(list(indices)) * self.num_replicas
-        self.n_processed = min(n_used, len(self.dataset))
+        self._record(self._n_each + len(list(indices)))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return this rank's indices of batch *batch_idx*, counted from 0 since the last `reset`."""
@@ -71,12 +70,12 @@ class ElasticSampler(_ElasticSampler):
     @property
     def processed_indices(self) -> set[int]:  # type: ignore[override]
         """The indices that were used in this epoch; computed at each call."""
-        return set(self._shuffled()[:self.n_processed])
+        return set(super().processed_indices)
 
     @property
     def remaining_indices(self) -> list[int]:
         """The indices that were unused at the last `reset`, of all ranks, in their order."""
-        return self._shuffled()[self._n_before:]
+        return self._skipped_before + self._shuffled()[self._n_before:]
 
     @property
     def num_samples(self) -> int:

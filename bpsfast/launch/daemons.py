@@ -278,8 +278,12 @@ def run_scheduler(settings: Settings) -> int:
 def watch_starter(starter_fd: int, settings: Settings) -> None:
     """End this daemon some time after its starter, whose pidfd is *starter_fd*, in a daemon thread.
 
-    Normally the daemon notices the loss and ends in order before that.
+    Normally the daemon notices the loss and ends in order before that. In a job that goes on without lost ranks
+    (on_worker_loss = continue) the starter may be such a rank: this does nothing, as a node ends once it has no ranks,
+    and a scheduler once it has no nodes.
     """
+    if settings.on_worker_loss == "continue":
+        return
     grace_s = settings.lease_s + _STARTER_GRACE_S
 
     def wait_and_end() -> None:

@@ -73,13 +73,18 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: Elas
     Raises `ConfigError` if the rules, *settings* and *shape* do not fit together.
     """
     check_program(program)
-    if settings.on_worker_loss == "continue":
-        raise ConfigError("--elastic with on_worker_loss = continue: both decide what follows a worker's loss. Use one "
-                          "of the two: --elastic --lost-worker shrink, or on_worker_loss without --elastic")
+    goes_on = settings.on_worker_loss == "continue"
+    if goes_on and rules.lost_worker == "abort":
+        raise ConfigError("--elastic with on_worker_loss = continue, and --lost-worker abort (the default): the job "
+                          "would go on without a lost worker, and be ended because of it. Add --lost-worker wait, "
+                          "which replaces lost workers, or shrink")
     n_ranks = sum(shape.ranks)
     if not 1 <= rules.min_ranks <= n_ranks <= rules.max_ranks:
         raise ConfigError(f"--min-ranks {rules.min_ranks}, -n {n_ranks}, --max-ranks {rules.max_ranks}: must be in "
                           "this order, and at least 1")
+    if goes_on:
+        rules = msgspec.structs.replace(rules, goes_on=True)
+        settings = msgspec.structs.replace(settings, min_workers=max(settings.min_workers, rules.min_ranks))
     key = given_key(settings) or secrets.token_hex(32)
     service = ElasticService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
     try:

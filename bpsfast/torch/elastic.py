@@ -132,6 +132,9 @@ class ElasticSampler(Sampler[int]):
     no index is lost, and only those of batches since the last commit are repeated. As in torch's DistributedSampler,
     indices are repeated where the rest cannot be divided evenly.
 
+    In a job that goes on without lost ranks (on_worker_loss = continue) the indices that a lost rank had yet to use are
+    divided among all at the next `reset`, when a worker joins. If none joins in the epoch, it ends without them.
+
         for batch_index, (x, y) in enumerate(DataLoader(dataset, batch_size, sampler=sampler)):
             ...
             sampler.record_batch(batch_index, batch_size)
@@ -140,40 +143,57 @@ class ElasticSampler(Sampler[int]):
 
     Attributes
     ----------
-    epoch, n_processed
-        The state: the epoch, and how many of its indices were used. Call `reset` after changing them.
+    epoch, n_processed, skipped
+        The state: the epoch, how many of its indices were used, in its order, and which of these were not, because the
+        rank that had them was lost. Call `reset` after changing them.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.n_processed = 0
+        self.skipped: list[int] = []
         self.rank, self.num_replicas = 0, 1
         self._n_before = 0  # `n_processed` at the last reset
+        self._skipped_before: list[int] = []  # `skipped` at the last reset
+        self._newly: list[int] = []  # what has been skipped since then
+        self._n_each = 0  # indices that each rank has used since then
         self._order: list[int] = []  # of all ranks together: rank r has every num_replicas-th one, from the r-th on
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin *epoch*. Call it at the end of the epoch before, so that nothing is repeated if a worker is lost."""
-        self.epoch, self.n_processed = epoch, 0
+        self.epoch, self.n_processed, self.skipped = epoch, 0, []
         self.reset()
 
     def record_batch(self, batch_index: int, batch_size: int) -> None:
         """Record that all ranks have used their batches up to *batch_index* (counted from 0 since the loader began)."""
-        n_used = (batch_index + 1) * batch_size * self.num_replicas
-        self.n_processed = min(self._n_before + n_used, len(self.dataset))
+        self._record((batch_index + 1) * batch_size)
+
+    def _record(self, n_each: int) -> None:
+        """Record that each rank that is not lost has used the first *n_each* of its indices since the last `reset`."""
+        session = process.session()
+        if session is not None and len(session.membership.members) < self.num_replicas:
+            n_left = len(self._skipped_before) + len(self.dataset) - self._n_before  # what follows is repeated
+            end = min(n_each * self.num_replicas, n_left)
+            for rank in sorted(set(range(self.num_replicas)).difference(session.membership.members)):
+                self._newly += self._order[rank + self._n_each * self.num_replicas:end:self.num_replicas]
+        self._n_each, n_used = n_each, n_each * self.num_replicas
+        self.skipped = self._skipped_before[n_used:] + self._newly
+        self.n_processed = min(self._n_before + max(0, n_used - len(self._skipped_before)), len(self.dataset))
 
     @property
     def processed_indices(self) -> list[int]:
         """The indices that were used in this epoch, in ascending order; computed at each call."""
-        return sorted(self._shuffled()[: self.n_processed])
+        return sorted(set(self._shuffled()[: self.n_processed]).difference(self.skipped))
 
     def reset(self) -> None:
         """Divide the unused indices among the ranks of the present job (one, outside of jobs)."""
         session = process.session()
         self.rank, self.num_replicas = (session.rank, session.size) if session is not None else (0, 1)
-        self._n_before = self.n_processed
-        left = self._shuffled()[self._n_before :]
+        self._n_before, self._skipped_before = self.n_processed, list(self.skipped)
+        self._newly, self._n_each = [], 0
+        left = self._skipped_before + self._shuffled()[self._n_before :]
         n_more = -len(left) % self.num_replicas
         self._order = left + (left * n_more)[:n_more]
 
@@ -184,12 +204,13 @@ class ElasticSampler(Sampler[int]):
         return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how many of its indices were used."""
-        return {"epoch": self.epoch, "n_processed": self.n_processed}
+        """Return the epoch, and which of its indices were used."""
+        return {"epoch": self.epoch, "n_processed": self.n_processed, "skipped": list(self.skipped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned on any rank."""
         self.epoch, self.n_processed = state["epoch"], state["n_processed"]
+        self.skipped = list(state.get("skipped", ()))
         self.reset()
 
     def __iter__(self) -> Iterator[int]:

@@ -9,6 +9,12 @@ members of a job are the *holders* of its ranks, in the order of ranks.
     shrink    is left out                 all others have come; they are a majority        absent members are ended
     wait      another takes its rank      every rank is taken                              StallError
 
+*A job that goes on* (the setting on_worker_loss = continue) finishes its step without a lost member, and is not ended
+here: a replacement gets the lost member's rank when the job lets it in, and nobody waits for one that has not come. A
+member that lives may be left behind, too, because its node was lost. It comes back alone, and joins in the same way;
+once half of the living members have come back, the job has failed for all. Such a job has a majority rule and a least
+size (min_workers) of its own.
+
 *Majority* is of the last job's voters: its nodes with ranks, and the coordinator itself. The coordinator is one
 process, which all must reach, so two halves of a job can never both go on; a majority is required because a job that
 has lost most of itself should not silently train on. Under every policy a member that has the state must be left.
@@ -33,7 +39,7 @@ class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has set for lost workers.
 
     `within_s`: how long forming a job may take, from the last loss on (or the first arrival). `max_replaced`: the most
-    lost workers that are replaced while the program runs.
+    lost workers that are replaced while the program runs. `goes_on`: a running job goes on without lost members.
     """
 
     lost_worker: LostWorker = "abort"
@@ -41,6 +47,7 @@ class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
     max_ranks: int
     within_s: float = 300.0
     max_replaced: int = 10
+    goes_on: bool = False
 
 
 class RankHolder(NamedTuple):
@@ -110,7 +117,7 @@ class ElasticCoordinator:
         if has_state:
             self._with_state.add(member)
             self._has_begun = True
-        if self.holds_rank(member):
+        if self.holds_rank(member) and not (reason and self._goes_on()):
             self.is_running = False
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
@@ -122,15 +129,17 @@ class ElasticCoordinator:
         self._instead = {holder: other for holder, other in self._instead.items() if other != member}
         if self.holds_rank(member):
             self._lost[member] = how
-            self.is_running = False
-            self._began_s = now_s
+            if not self._goes_on():
+                self.is_running = False
+                self._began_s = now_s
 
     def left(self, member: int) -> None:
         """Note that *member*'s process has ended well. If all have, there is nothing left to join."""
         self._come.pop(member, None)
         if self.holds_rank(member):
             self._left.add(member)
-            self.is_over = self.is_over or all(holder.member in self._left for holder in self.holders)
+            gone = {*self._left, *(self._lost if self.rules.goes_on else ())}
+            self.is_over = self.is_over or all(holder.member in gone for holder in self.holders)
 
     def done(self) -> None:
         """Note that the training has ended on all ranks: there is no next job, and no member is missed any more."""
@@ -139,7 +148,8 @@ class ElasticCoordinator:
     def replaced(self, member: int, by: int, now_s: float) -> None:
         """Note that *by* was started for the lost *member*."""
         self._instead[member] = by
-        self._began_s = now_s
+        if not self.is_running:
+            self._began_s = now_s
         self.n_replaced += 1
 
     def holds_rank(self, member: int) -> bool:
@@ -165,10 +175,9 @@ class ElasticCoordinator:
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """The waiting members without a rank in the last job that were not started for one, as many as may join."""
-        meant = set(self._instead.values())
-        found = [member for member in self.waiting if not self.holds_rank(member) and member not in meant]
-        return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
+        """The waiting members that a running job can let in."""
+        places = self._places()
+        return tuple(member for member in self.waiting if member in places) + self._joining()
 
     @property
     def to_replace(self) -> tuple[int, ...]:
@@ -210,6 +219,8 @@ class ElasticCoordinator:
         if self._has_begun and all(holder.member in self._come and holder.member not in self._with_state
                                    for holder in survivors):
             return Fail("PeerLostError", f"no quorum: {self._losses()}: the others were not given the state yet")
+        if self.rules.goes_on:
+            return None
         before, after = ({holder.node for holder in holders} for holders in (self.holders, survivors))
         if self.rules.lost_worker == "shrink" and 2 * (len(after) + 1) <= len(before) + 1:
             return Fail("PeerLostError", f"no quorum: {self._losses()}; ranks are left on {len(after)} of "
@@ -220,7 +231,7 @@ class ElasticCoordinator:
     def _verdict(self, is_due: bool) -> Form | Fail | Exclude | None:
         places = self._places()
         absent = tuple(holder.member for holder in self._survivors() if holder.member not in self._come)
-        open_ranks = places.count(None)
+        open_ranks = 0 if self.rules.goes_on else places.count(None)
         if absent or open_ranks:
             if not is_due:
                 return None
@@ -270,6 +281,12 @@ class ElasticCoordinator:
                 else:  # any member that has come will do, if none was started
                     places.append(spare.pop(0) if meant is None and spare else None)
         return places
+
+    def _goes_on(self) -> bool:
+        """Whether the job goes on: fewer than half of its living members have come back from it."""
+        living = self._survivors()
+        return (self.is_running and self.rules.goes_on
+                and 2 * sum(holder.member in self._come for holder in living) < len(living))
 
     def _joining(self) -> tuple[int, ...]:
         """Return the members that get further ranks."""

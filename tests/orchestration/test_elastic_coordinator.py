@@ -242,6 +242,76 @@ def test_who_has_left_well_is_not_waited_for_and_after_the_end_nobody_is():
     assert found.to_replace == () and found.decide(1000.0) is None and found.due_s == float("inf")
 
 
+def test_a_job_goes_on_without_a_lost_member_whose_replacement_gets_its_rank():
+    found = coordinator("wait", goes_on=True)
+    found.ended(1, "was killed by SIGKILL", 1.0)
+    assert found.is_running and found.to_replace == (1,) and found.due_s == float("inf") and not found.newcomers
+    found.replaced(1, 3, 1.0)
+    assert found.decide(1000.0) is None and found.to_replace == ()
+    found.came(3, "1", 1001.0)
+    assert found.newcomers == (3,) and found.decide(3000.0) is None, "until the job lets it in"
+    found.came(0, "0", 3001.0, has_state=True)
+    assert not found.is_running and found.decide(3001.0) is None
+    found.came(2, "2", 3002.0, has_state=True)
+    assert found.decide(3002.0) == Form(2, (0, 3, 2))
+
+
+def test_nobody_waits_for_a_replacement_that_has_not_come_and_later_it_joins_as_the_last():
+    found = coordinator("wait", n=4, goes_on=True)
+    for lost, by in ((0, 4), (2, 5)):
+        found.ended(lost, "is gone", 1.0)
+        found.replaced(lost, by, 1.0)
+    for member in (5, 1, 3):
+        found.came(member, "a", 2.0, has_state=member != 5)
+    assert found.decide(2.0) == Form(2, (1, 5, 3))
+    found.came(4, "a", 3.0)
+    assert found.newcomers == (4,)
+    for member in (1, 5, 3):
+        found.came(member, "a", 4.0, has_state=True)
+    assert found.decide(4.0) == Form(3, (1, 5, 3, 4))
+
+
+def test_a_member_that_comes_back_alone_joins_the_others_at_their_next_commit():
+    found = coordinator("shrink", n=5, goes_on=True)
+    found.came(2, "2", 1.0, has_state=True, reason="its node is lost")
+    found.came(4, "2", 1.0, has_state=True, reason="its node is lost")
+    assert found.is_running and found.newcomers == (2, 4) and found.due_s == float("inf")
+    for member in (0, 1, 3):
+        found.came(member, "0", 500.0, has_state=True, n_commits=9)
+    assert found.decide(500.0) == Form(2, (0, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_job_has_failed_for_all_when_half_of_its_living_members_have_come_back(n):
+    found = coordinator("shrink", n=n + 1, goes_on=True)
+    found.ended(n, "is gone", 1.0)
+    for member in range(n):
+        assert found.is_running
+        found.came(member, "0", 2.0, has_state=True, reason="too few are left")
+        if 2 * (member + 1) >= n:
+            break
+    assert not found.is_running and found.due_s == 12.0
+
+
+def test_a_job_has_also_failed_when_those_who_have_come_back_are_half_after_a_loss():
+    found = coordinator("shrink", n=3, goes_on=True)
+    found.came(0, "0", 1.0, has_state=True, reason="its node is lost")
+    assert found.is_running
+    found.ended(1, "is gone", 2.0)
+    assert not found.is_running and found.due_s == 12.0
+    found.came(2, "2", 3.0, has_state=True)
+    assert found.decide(3.0) == Form(2, (0, 2))
+
+
+def test_training_is_over_when_all_but_lost_members_have_left_well():
+    found = coordinator("wait", goes_on=True)
+    found.ended(0, "is gone", 1.0)
+    found.left(1)
+    assert not found.is_over
+    found.left(2)
+    assert found.is_over and found.to_replace == ()
+
+
 EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "leave", "start", "replace", "time"]),
                             st.integers(0, 30)), max_size=60)
 
@@ -320,3 +390,46 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
             break
         if kind == "settle" and not found.is_running and found.failure is None:
             assert not waiting & set(before) or found.is_over, "somebody waits, and nothing will ever be said"
+
+
+@given(st.sampled_from(["shrink", "wait"]), st.integers(1, 6), st.lists(st.tuples(
+    st.sampled_from(["end", "back", "agree", "replace", "replaced"]), st.integers(0, 30)), max_size=40))
+def test_a_job_that_goes_on_always_has_a_next_one(policy, n, events):
+    """Random losses and returns of one member after another; then all who live come."""
+    found = coordinator(policy, n=n, goes_on=True, max_replaced=100)
+    running, waiting, starting = set(range(n)), set(), set()  # who trains, who has come, whose program begins
+    fresh, agreed = n, False
+    for kind, index in [*events, ("settle", 0)]:
+        who = sorted(running)[index % len(running)] if running else None
+        if kind == "end" and who is not None and len(running) > 1:
+            running.discard(who)
+            found.ended(who, "is gone", 1.0)
+        elif kind in ("back", "agree") and who is not None and len(running) > 1:
+            agreed |= kind == "agree"
+            running.discard(who)
+            waiting.add(who)
+            found.came(who, "a", 1.0, has_state=True, reason="" if kind == "agree" else "its node is lost")
+        elif kind == "replace":
+            for lost in found.to_replace:
+                found.replaced(lost, fresh, 1.0)
+                starting.add(fresh)
+                fresh += 1
+        elif kind == "replaced" and starting:
+            waiting.add(came := sorted(starting)[index % len(starting)])
+            starting.discard(came)
+            found.came(came, "a", 1.0)
+        elif kind == "settle":
+            for member in sorted(running):
+                found.came(member, "a", 1.0, has_state=True)
+            waiting |= running
+        living = [holder.member for holder in found.holders if holder.member in running | waiting]
+        if kind != "settle" and found.is_running and found.number == 1:
+            assert not agreed and 2 * len(waiting.intersection(living)) < len(living)
+            assert set(found.newcomers) == waiting
+        formed = found.decide(1.0)
+        if isinstance(formed, Form):
+            assert set(formed.members) == waiting and not running - waiting, "all who live, and nobody is waited for"
+            assert [member for member in formed.members if member in living] == living
+            return
+        assert formed is None
+    raise AssertionError("no next job although all have come")
