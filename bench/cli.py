@@ -308,7 +308,7 @@ def bench_chaos() -> None:
 
 
 @_benchmark("worker_loss", "worker_loss.parts")
-@click.option("--parts", help="Parts: cost, pause, torchft.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--parts", help="Parts: cost, pause, torchft, rejoin.  [default: all]", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Sizes of the sums whose cost is measured.  [default: 4K,64K,1M,16M,64M]",
               metavar="MIN:MAX|N,N")
 @click.option("--trials", "n_trials", type=_COUNT,
@@ -317,12 +317,14 @@ def bench_chaos() -> None:
               help="Trainings in which a machine is stopped; each waits for its lease.  [default: 5]")
 @click.option("--torchft", "n_torchft", type=click.IntRange(0),
               help="Trainings with torchft, by each of its settings; 0: none.  [default: 20]")
+@click.option("--rejoin", "n_rejoin", type=click.IntRange(0),
+              help="Trainings in which a lost worker is replaced.  [default: 9]")
 @cli_options.rounds("each mode", default=11)
 @cli_options.result(quick="Run two sizes, few trials.")
 def bench_worker_loss() -> None:
     """Measure what on_worker_loss = continue costs a step, and how long a loss stops the other ranks, beside torchft.
 
-    Exit code 1 if a sum was wrong or a job hung.
+    Also how many steps they make while a lost worker is replaced. Exit code 1 if a sum was wrong or a job hung.
     """
 
 

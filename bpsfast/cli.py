@@ -43,9 +43,11 @@ def cli() -> None:
 @click.option("--max-helpers", type=click.IntRange(0), help="Most helpers at a time, including those "
               "that join later.  [default: --num-helpers]")
 @click.option("--starter-fd", type=int, hidden=True)
+@click.option("--settings-fd", type=int, hidden=True)
 @set_option
 @exit_on_error
-def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
+def scheduler(starter_fd: int | None, settings_fd: int | None, assignments: tuple[str, ...],
+              **options: Any) -> None:
     """Run the job's scheduler.
 
     It ends when all ranks have left the job. If it is killed, start it again at the same address.
@@ -56,9 +58,11 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
     bpsfast node --scheduler 10.0.0.1:7700 --local-size 4    on two machines
     bpsfast node --scheduler 10.0.0.1:7700 --helper          on a third one
     """
-    from .launch import daemons
+    from .launch import daemons, spare_daemons
 
     logs.set_identity("scheduler")
+    if settings_fd is not None and not spare_daemons.take_settings(settings_fd, "orchestration.failover.scheduler"):
+        return
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
@@ -76,9 +80,11 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 @click.option("--max-bytes", metavar="BYTES", help="Most memory for gradients, such as 4G.")
 @click.option("--nice", is_flag=True, default=None, help="Run only when no other program wants the CPU.")
 @click.option("--starter-fd", type=int, hidden=True)
+@click.option("--settings-fd", type=int, hidden=True)
 @set_option
 @exit_on_error
-def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
+def node(starter_fd: int | None, settings_fd: int | None, helper: bool, assignments: tuple[str, ...],
+         **options: Any) -> None:
     """Run this machine's node, or a helper if the machine has no ranks.
 
     On a busy machine, limit a helper by --cores, --nic-rate and --max-bytes; it is given only as much work as fits.
@@ -88,12 +94,14 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
     gc.disable()  # collections while modules load take 5 % of a node's start, and modules are never freed
-    from .launch import daemons
+    from .launch import daemons, spare_daemons
     from .node import main as control
 
     gc.freeze()
     gc.enable()
     logs.set_identity("helper" if helper else "node")
+    if settings_fd is not None and not spare_daemons.take_settings(settings_fd):
+        return
     if helper:
         if options["local_size"]:
             raise ConfigError(f"--helper has no ranks, --local-size {options['local_size']} has: give one of them")

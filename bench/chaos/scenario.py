@@ -12,14 +12,16 @@ from typing import Literal
 Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "short stop", "cut link",
                 "reset connections", "refused data", "refused control", "lost host", "foreign helper",
                 "absent helper", "lost scheduler", "hung scheduler", "lost rank", "lost node",
-                "lost worker, shrink", "lost worker, wait", "survived rank", "survived node", "survived several"]
+                "lost worker, shrink", "lost worker, wait", "rejoining worker", "survived rank", "survived node",
+                "survived several"]
 
 #: How often each kind occurs in `CYCLE` consecutive trials.
 _FREQUENCIES: dict[Class, int] = {
     "undisturbed": 1, "lost helper": 3, "two helpers": 2, "hung helper": 1, "short stop": 2, "cut link": 2,
     "reset connections": 3, "refused data": 2, "refused control": 2, "lost host": 1, "foreign helper": 1,
     "absent helper": 1, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
-    "lost worker, shrink": 3, "lost worker, wait": 3, "survived rank": 3, "survived node": 3, "survived several": 4}
+    "lost worker, shrink": 3, "lost worker, wait": 3, "rejoining worker": 3, "survived rank": 3, "survived node": 3,
+    "survived several": 4}
 CYCLE = sum(_FREQUENCIES.values())
 #: Kinds in which the job may also end with an error that names who is lost; in all others every rank must go on with
 #: the bits of an undisturbed job.
@@ -28,7 +30,10 @@ MUST_RECOVER = tuple(kind for kind in _FREQUENCIES if kind not in MAY_RAISE)
 #: Kinds with two machines, in which the fault is on the link between them.
 ON_A_LINK: tuple[Class, ...] = ("cut link", "reset connections", "refused data", "refused control", "lost host")
 #: Kinds of elastic jobs, and their policy for lost workers. All of them have a quorum.
-LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait"}
+LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, wait": "wait",
+                                 "rejoining worker": "wait"}
+#: Kinds of elastic jobs that go on without a lost worker, until its replacement joins.
+GOES_ON: tuple[Class, ...] = ("rejoining worker",)
 #: Kinds of jobs that go on without lost ranks (the setting on_worker_loss).
 SURVIVED: tuple[Class, ...] = ("survived rank", "survived node", "survived several")
 #: Kinds in which the job must have gone on without a process.
@@ -206,7 +211,7 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return _two_losses(scenario, chance, step, delay_s, helpers)
         case "lost worker, shrink":
             return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
-        case "lost worker, wait":
+        case "lost worker, wait" | "rejoining worker":
             return [Fault(step + i * chance.choice([0, 5]), delay_s, f"worker {worker}") for i, worker in
                      enumerate(chance.sample(range(sum(scenario.ranks)), chance.randint(1, sum(scenario.ranks) - 1)))]
 

@@ -3,9 +3,9 @@
     python -m bpsfast.bench.chaos.worker FOLDER STOP
 
 It trains until there is a file STOP, as `rank` does. The lines of its history are JSON objects: ``{"job": 2, "nodes":
-[the node of each rank]}`` when a job begins, ``{"step": 7, "sums": [digests]}`` for each step, committed or not; at
-last ``{"end": "ok", "weights": digest}``, or the class of the error with its text. Weights add up the sums of one
-gradient.
+[the node of each rank]}`` when a job begins; for each step, committed or not, ``{"step": 7, "sums": [digests], "ranks":
+[the contributors of each]}``; at last ``{"end": "ok", "weights": digest}``, or the class of the error with its text.
+Weights add up the sums of one gradient.
 """
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _train(state: elastic.ObjectState, history: TextIO, stop: Path) -> None:
         handles = [bpsfast.push_pull_async(pushed(rank, state.step, i), name=f"g{i}", average=False)
                    for i in range(len(SIZES))]
         sums = [bpsfast.synchronize(handle) for handle in handles]
-        note(history, step=state.step, sums=[digest(each) for each in sums])
+        note(history, step=state.step, sums=[digest(each) for each in sums],
+             ranks=[bpsfast.contributors(f"g{i}") for i in range(len(SIZES))])
         state.weights += sums[KEPT]
         state.step += 1
         seen = float(bpsfast.synchronize(asked)[0])

@@ -2,7 +2,7 @@
 
 `cost` times a step with on_worker_loss = continue and with the default, in turns. `trial` kills or stops one of four
 ranks at a random moment of a training, many times, and measures how long the others stand still; all sums are checked.
-`torchft_trial` does the same with torchft, where it is installed, for the same losses.
+`torchft_trial` does the same with torchft, where it is installed, for the same losses. `rejoin` replaces the lost one.
 """
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 
-from . import cost, report, torchft_trial, trial
+from . import cost, rejoin, report, torchft_trial, trial
 from .trial import Kind, Trial
 
-PARTS = ("cost", "pause", "torchft")
+PARTS = ("cost", "pause", "torchft", "rejoin")
 _SIZES, _QUICK_SIZES = "4K,64K,1M,16M,64M", "4K,1M"
-_N_TRIALS, _N_SILENT, _N_TORCHFT, _N_ROUNDS = 100, 5, 20, 11
+_N_TRIALS, _N_SILENT, _N_TORCHFT, _N_REJOIN, _N_ROUNDS = 100, 5, 20, 9, 11
 _SILENT = Kind("four machines", "silent machine")
 
 
@@ -28,9 +28,9 @@ def run(options: Mapping[str, Any]) -> bool:
     """Measure as *options* say, print tables, write the result file; return whether all sums were right.
 
     *options*, each of which may be missing or None: parts ("cost,pause"), sizes of the cost (4K,64K,1M,16M,64M),
-    n_rounds (11), n_trials (100, of each shape), n_silent (5), n_torchft (20, of each of its settings), quick,
-    json_path. A trial of ours that hangs, or ends otherwise than in order, is a failure as a wrong sum is; torchft's
-    are only counted. Folders of failed trials are kept.
+    n_rounds (11), n_trials (100, of each shape), n_silent (5), n_torchft (20, of each of its settings), n_rejoin (9),
+    quick, json_path. A trial of ours that hangs, or ends otherwise than in order, is a failure as a wrong sum is;
+    torchft's are only counted. Folders of failed trials are kept.
     """
     given = BenchRun("worker_loss", options)
     parts = parse_names("--parts", given["parts"], PARTS) if "parts" in given else PARTS
@@ -56,6 +56,19 @@ def run(options: Mapping[str, Any]) -> bool:
         print(report.text(trials), flush=True)
     records += report.records(trials)
     is_right = is_right and not any(each.trouble for each in trials if each.contestant not in torchft_trial.LIGHTHOUSES)
+    n_rejoin = number("n_rejoin", _N_REJOIN, 1, "rejoin")
+    if n_rejoin and (lacking := rejoin.missing()) is not None:
+        print(f"rejoin is left out: {lacking}", flush=True)
+    elif n_rejoin:
+        folder = Path(tempfile.mkdtemp(prefix="bpsfast-rejoin-"))
+        joined = rejoin.run(n_rejoin, folder)
+        print(rejoin.text(joined), flush=True)
+        records += rejoin.records(joined)
+        if any(each.trouble for each in joined):
+            print(f"kept: {folder}", flush=True)
+            is_right = False
+        else:
+            shutil.rmtree(folder)
     given.finish(records)
     return is_right
 

@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import msgspec
@@ -18,6 +19,8 @@ from ..base.job_key import elastic_key, given_key
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
+from ..launch.daemons import clean_environment
+from ..launch.spare_daemons import SpareDaemons
 from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.protocol import Formed, Over, Refused
@@ -30,6 +33,9 @@ _POLL_S = 0.5
 _MAX_TRIES = 3
 #: Periodic messages of the coordinator that may be missing.
 _MAX_MISSED_PINGS = 5
+#: How long a worker that joins a running job waits for its spare daemons before it has itself let in.
+_SPARES_S = 10.0
+_DAEMONS = ("scheduler", "node")
 
 
 class TrainingOver(SystemExit):
@@ -70,7 +76,10 @@ class CoordinatorClient:
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
         self._heard_s = 0.0
-        self._awaited = "nothing is known"
+        self._awaited, self._prepares = "nothing is known", False
+        #: For the next job, so that it starts sooner.
+        self._spares = SpareDaemons()
+        self._is_ready = False  # to be let into a running job
         self._newcomers = 0, 0  # (job, how many wait for it to let them in): what is read late is not of the next one
         atexit.register(self.close)  # before those of sessions, so that it runs after them
 
@@ -97,7 +106,11 @@ class CoordinatorClient:
             try:
                 place = rendezvous.role_of(_Store(self, formed.job), formed.rank, formed.size, self._settings,
                                            self._settings.start_timeout_s)
-                process.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
+                process.begin(msgspec.structs.replace(place, launcher="elastic", spares=self._spares), self._settings,
+                              self._why_void)
+                started = [place.starts_scheduler, place.starts_node]
+                self._keep_spares([command for command, is_ours in zip(_DAEMONS, started) if is_ours])
+                self._is_ready = True
                 return
             except (PeerLostError, StallError) as exc:
                 void = self._why_void()
@@ -113,26 +126,40 @@ class CoordinatorClient:
         job, count = self._newcomers
         return count if job == self.job else 0
 
+    def _keep_spares(self, commands: Sequence[str]) -> None:
+        self._spares.keep(commands, clean_environment(os.environ))
+
     def done(self) -> None:
         """Tell the coordinator that the training has ended on all ranks."""
+        self._spares.close()
         self._channel.tell(protocol.Done(member=self.number))
 
     def close(self) -> None:
         """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
         if self.pid == os.getpid():
+            self._spares.close()
             self._channel.close()
             atexit.unregister(self.close)
 
     def _await_job(self, n_commits: int, reason: str) -> Formed:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed = None
-        self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
-                                         n_commits=n_commits, reason=reason))
+
+        def come() -> None:
+            self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
+                                             n_commits=n_commits, reason=reason, is_ready=self._is_ready))
+
+        come()
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
         warn_s = begin_s + settings.stall_warn_s
         while self._formed is None:
             self._listen(_POLL_S)
+            if self._prepares and not self._is_ready and self._formed is None:  # the others train meanwhile
+                self._keep_spares(_DAEMONS)
+                self._spares.are_ready(_SPARES_S)
+                self._is_ready = True
+                come()
             now_s = time.monotonic()
             if now_s - self._heard_s > max(settings.start_timeout_s, _MAX_MISSED_PINGS * protocol.WORD_EVERY_S
                                            if self._channel.is_connected else 0.0):
@@ -170,7 +197,7 @@ class CoordinatorClient:
             self._heard_s = time.monotonic()
             match message:
                 case protocol.Wait():
-                    self._awaited = message.awaited
+                    self._awaited, self._prepares = message.awaited, message.prepares
                 case Formed() | Refused() | Over():
                     self._formed = message
                 case protocol.Value() if message.job == self.job:

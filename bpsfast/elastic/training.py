@@ -285,7 +285,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             process.barrier()  # no rank leaves while others may still have to go back to a commit
         except WorkersJoined:
             leaving()
-            process.shutdown()
+            process.leave()
         except Exception as exc:
             lost = peer_loss_of(exc)
             if lost is None or member.lost_worker == "abort":

@@ -31,9 +31,9 @@ from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.job_key import job_key
 from ..base.resources import allow_all_descriptors, is_ready
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
-from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
 from ..orchestration.wake_up import WakeUp
+from . import spare_daemons
 from .process_role import ProcessRole
 
 _log = logging.getLogger("bpsfast.daemons")
@@ -213,27 +213,18 @@ def start(role: ProcessRole, settings: Settings) -> Daemons:
 
 def start_node(role: ProcessRole, settings: Settings) -> subprocess.Popen:
     """Start the node of this machine as a child that watches this process."""
-    return _start("node", msgspec.structs.replace(role.settings(settings), rank=-1, local_rank=-1))
+    return _start("node", role, msgspec.structs.replace(role.settings(settings), rank=-1, local_rank=-1))
 
 
 def _start_scheduler(role: ProcessRole, settings: Settings) -> subprocess.Popen:
-    return _start("scheduler", msgspec.structs.replace(
+    return _start("scheduler", role, msgspec.structs.replace(
         role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
 
 
-def _start(command: str, settings: Settings) -> subprocess.Popen:
-    # without the launcher's mark: the daemon watches this process itself, and `orphan_reaper` leaves it alone
-    environ = {name: value for name, value in clean_environment(os.environ).items()
-               if name != process_identity.LAUNCHER_VARIABLE}
-    starter_fd = os.pidfd_open(os.getpid())
-    try:
-        with on_cores(unbound_cpus()):  # not those that another job pinned this rank to
-            return subprocess.Popen(
-                [sys.executable, "-m", "bpsfast", command, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
-                env=environ | environment(settings) | {"PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-    finally:
-        os.close(starter_fd)
+def _start(command: str, role: ProcessRole, settings: Settings) -> subprocess.Popen:
+    variables = environment(settings)
+    found = role.spares.take(command, variables) if role.spares is not None else None
+    return found or spare_daemons.start(command, clean_environment(os.environ) | variables)
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,7 @@ class ElasticService:
         self._alive = set(members)
         self._asked: set[int] = set()  # to be replaced or killed, and still open
         self._n_starting = 0  # ordered, and not started yet
+        self._preparing: dict[int, protocol.Come] = {}  # members that will be ready to be let into the running job
         self._store: dict[str, str] = {}
         self._stored_nbytes = 0
         self._wanted: dict[str, set[int]] = {}
@@ -113,6 +114,7 @@ class ElasticService:
         def enter() -> None:
             self._alive.discard(member)
             self._asked.discard(member)
+            self._preparing.pop(member, None)
             self._coordinator.ended(member, how, time.monotonic())
             if self._coordinator.holds_rank(member):
                 self._void(f"worker {member} {how}")
@@ -123,6 +125,7 @@ class ElasticService:
         """Note that *member* has ended with exit code 0, or was not needed."""
         def enter() -> None:
             self._alive.discard(member)
+            self._preparing.pop(member, None)
             self._coordinator.left(member)
             if self._coordinator.is_over:
                 self._send(protocol.Over(), self._coordinator.waiting)
@@ -183,10 +186,12 @@ class ElasticService:
             _log.warning("%s", exc)
         for message in messages:
             self._handle(message)
+        while self._preparing and not self._has_running_job:
+            self._on_come(self._preparing.popitem()[1])
         self._decide()
-        if (now_s := time.monotonic()) >= self._next_word_s and self._coordinator.waiting:
+        if (now_s := time.monotonic()) >= self._next_word_s and (self._coordinator.waiting or self._preparing):
             self._next_word_s = now_s + protocol.WORD_EVERY_S
-            self._send(protocol.Wait(self._coordinator.awaited), self._coordinator.waiting)
+            self._send(protocol.Wait(self._coordinator.awaited), {*self._coordinator.waiting, *self._preparing})
 
     def _handle(self, message: object) -> None:
         match message:
@@ -204,6 +209,11 @@ class ElasticService:
 
     def _on_come(self, message: protocol.Come) -> None:
         coordinator, was_running = self._coordinator, self._coordinator.is_running
+        if self._has_running_job and not message.is_ready and not coordinator.holds_rank(message.member):
+            self._preparing[message.member] = message
+            self._send(protocol.Wait(coordinator.awaited, prepares=True), [message.member])
+            return
+        self._preparing.pop(message.member, None)
         coordinator.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
                     message.reason[:_REASON_LENGTH])
         if coordinator.is_over:
@@ -215,6 +225,11 @@ class ElasticService:
             self._send(protocol.Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
+
+    @property
+    def _has_running_job(self) -> bool:
+        coordinator = self._coordinator
+        return coordinator.is_running and not coordinator.is_over and coordinator.failure is None
 
     def _on_put(self, message: protocol.Put) -> None:
         if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):

@@ -14,6 +14,7 @@ from ..base.job_key import default_node_id, given_key, job_key, local_key
 from ..base.settings import Settings, parse_address
 from ..orchestration.errors import ConfigError
 from ..orchestration.host_lookup import format_address
+from .spare_daemons import SpareDaemons
 
 Environ = Mapping[str, str]
 
@@ -22,8 +23,8 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of which machine a process is, and which daemons it starts. -1 means unknown.
 
     `role` is "rank", "server" or "scheduler". A `scheduler` port of 0 means that whoever starts the scheduler chooses a
-    free one; `reserved` is a socket that keeps one, and belongs to `daemons.start`. Under "dmlc" the number of ranks is
-    known to the scheduler alone.
+    free one; `reserved` is a socket that keeps one, and belongs to `daemons.start`. `spares`: where that finds daemons
+    that have been started already. Under "dmlc" the number of ranks is known to the scheduler alone.
     """
 
     launcher: str
@@ -41,6 +42,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
     starts_node: bool = False
     starts_scheduler: bool = False
     reserved: socket.socket | None = None
+    spares: SpareDaemons | None = None
     job_key: bytes
 
     @property

@@ -93,6 +93,15 @@ def shutdown() -> None:
 
     When an uncaught exception ends the program, the other ranks are told and raise `PeerLostError`.
     """
+    _leave(stays=True)
+
+
+def leave() -> None:
+    """As `shutdown`, but join the next job while the daemons of this one end; the end of the program waits for them."""
+    _leave(stays=False)
+
+
+def _leave(stays: bool) -> None:
     global _current, _watch, _has_left
     session, watch = _current, _watch
     if session is None or watch is None:  # or its maker closes it
@@ -101,7 +110,7 @@ def shutdown() -> None:
     if session.pid != os.getpid():
         return
     _has_left = True
-    leave_job(session, watch)
+    leave_job(session, watch, stays=stays)
 
 
 def abandon(reason: str) -> None:

@@ -23,7 +23,8 @@ class Come(msgspec.Struct, tag=True, frozen=True):
     """A worker has no job (any more), and waits for the next one. `node`: ranks with the same value share a node.
 
     `has_state`: it has the state of a job before, which has had `n_commits` commits. `reason`: why that job has failed,
-    "" if it has not.
+    "" if it has not. `is_ready`: it may be let into a running job at once; if not, the answer is a `Wait` that
+    `prepares`, after which it tells this again.
     """
 
     member: int
@@ -31,6 +32,7 @@ class Come(msgspec.Struct, tag=True, frozen=True):
     has_state: bool = False
     n_commits: int = 0
     reason: str = ""
+    is_ready: bool = True
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -91,9 +93,13 @@ class Over(msgspec.Struct, tag=True, frozen=True):
 
 
 class Wait(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator tells all waiting members, every `WORD_EVERY_S`, that it lives, and what is awaited."""
+    """The coordinator tells all waiting members, every `WORD_EVERY_S`, that it lives, and what is awaited.
+
+    `prepares`: a job runs, and the member is to prepare itself to be let in (`Come.is_ready`).
+    """
 
     awaited: str
+    prepares: bool = False
 
 
 class Void(msgspec.Struct, tag=True, frozen=True):

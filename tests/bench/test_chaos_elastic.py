@@ -16,16 +16,23 @@ NODES = {1: [0, 1, 1], 2: [0, 1]}
 
 
 def scenario(policy, *faults):
-    return Scenario(1, f"lost worker, {policy}", (1, 2), 0, "tcp", "ps", faults)
+    kind = "rejoining worker" if policy == "rejoin" else f"lost worker, {policy}"
+    return Scenario(1, kind, (1, 2), 0, "tcp", "ps", faults)
 
 
-def history(*made, nodes=NODES, end="ok"):
-    """Return the history of a worker that made the steps (job, step); weights are those of the last time of each."""
-    sums = {(job, step): [expected(machines_of(nodes[job]), step, i) for i in range(len(SIZES))] for job, step in made}
+def history(*made, nodes=NODES, end="ok", without=()):
+    """Return the history of a worker that made the steps (job, step); weights are those of the last time of each.
+
+    *without*: steps (job, step) with the inputs of all but the last rank.
+    """
+    ranks = {(job, step): [*range(len(nodes[job]) - ((job, step) in without))] for job, step in made}
+    sums = {(job, step): [expected(machines_of(nodes[job], ranks[job, step]), step, i) for i in range(len(SIZES))]
+            for job, step in made}
     weights = np.zeros(SIZES[KEPT] // 4, np.float32)
     for step, job in {step: job for job, step in made}.items():
-        weights += summed(machines_of(nodes[job]), step, KEPT)
-    return WorkerHistory(sums, dict(nodes), end, "", digest(weights))
+        weights += summed(machines_of(nodes[job], ranks[job, step]), step, KEPT)
+    return WorkerHistory(sums, {made: [each] * len(SIZES) for made, each in ranks.items()}, dict(nodes), end, "",
+                         digest(weights))
 
 
 MADE = [(1, 0), (1, 1), (2, 1), (2, 2)]
@@ -37,6 +44,15 @@ def test_what_is_right_is_recovered():
     three = {1: [0, 1, 1], 2: [0, 1, 1]}
     again = {number: history(*MADE, nodes=three) for number in (0, 1, 3)}
     assert judge(scenario("wait"), again, {2}, 0, 3) == ("recovered", "")
+
+
+def test_a_job_that_goes_on_has_the_sums_of_those_that_are_left():
+    three = {1: [0, 1, 1], 2: [0, 1, 1]}
+    found = {number: history(*MADE, nodes=three, without=[(1, 1)]) for number in (0, 1, 3)}
+    assert judge(scenario("rejoin"), found, {2}, 0, 3) == ("recovered", "")
+    found[1] = history(*MADE, nodes=three)
+    assert judge(scenario("rejoin"), found, {2}, 0, 3) == (
+        "wrong", "worker 1, job 1, step 1: others name other contributors")
 
 
 def broken(change):
@@ -63,13 +79,15 @@ def test_a_job_that_shrinks_where_it_should_wait_is_wrong_and_so_is_an_exit_code
 
 def test_a_history_is_read_as_far_as_it_goes(tmp_path):
     path = tmp_path / "worker_0.jsonl"
-    path.write_text('{"job": 1, "nodes": [0]}\n{"step": 0, "sums": ["a"]}\n{"job": 2, "nodes": [0, 1]}\n'
-                    '{"step": 0, "sums": ["b"]}\n{"end": "ok", "weights": "c"}\n{"st')
-    assert read(path) == WorkerHistory({(1, 0): ["a"], (2, 0): ["b"]}, {1: [0], 2: [0, 1]}, "ok", "", "c")
+    path.write_text('{"job": 1, "nodes": [0]}\n{"step": 0, "sums": ["a"], "ranks": [[0]]}\n'
+                    '{"job": 2, "nodes": [0, 1]}\n{"step": 0, "sums": ["b"], "ranks": [[1]]}\n'
+                    '{"end": "ok", "weights": "c"}\n{"st')
+    assert read(path) == WorkerHistory({(1, 0): ["a"], (2, 0): ["b"]}, {(1, 0): [[0]], (2, 0): [[1]]},
+                                       {1: [0], 2: [0, 1]}, "ok", "", "c")
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("policy", ["shrink", "wait"])
+@pytest.mark.parametrize("policy", ["shrink", "wait", "rejoin"])
 def test_a_real_trial(tmp_path, policy):
     lost = scenario(policy, Fault(5, 0.005, "worker 1"))
     assert elastic_trial.run(lost, tmp_path) == ("recovered", "")

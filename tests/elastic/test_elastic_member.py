@@ -26,6 +26,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Refused,
     Value,
     Void,
+    Wait,
     Want,
 )
 from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, StallError
@@ -169,6 +170,24 @@ def test_newcomers_count_for_the_job_that_they_wait_for(known):
     fake.say(Newcomers(2, 1))
     until(member, member.newcomers)
     assert member.newcomers() == 1
+
+
+def test_a_newcomer_to_a_running_job_starts_its_daemons_before_it_is_let_in(known, monkeypatch):
+    fake, member = known
+    kept = []
+
+    def keep(commands, environ):
+        kept.append((tuple(commands), "PATH" in environ))
+        fake.say(Formed(2, 0, 1, "wait"))
+
+    monkeypatch.setattr(member._spares, "keep", keep)
+    fake.say(Wait("the others", prepares=True), Wait("the others", prepares=True))
+    member._await_job(0, "")
+    assert kept == [(("scheduler", "node"), True)], "once"
+    assert [said.is_ready for said in fake.hear(2)] == [False, True]
+    fake.say(Formed(3, 0, 1, "wait"))
+    member._await_job(0, "")
+    assert fake.hear(1)[0].is_ready
 
 
 # -- the store of a job ------------------------------------------------------------------------------------------------

@@ -37,17 +37,17 @@ class Ran:
 
     def replayed(self, member: int) -> np.ndarray:
         """The weights as NumPy makes them of the steps that *member* has made, the last time each: with the averages of
-        those who were in the job of that time.
+        those who contributed then.
         """
-        job_of = {}
+        job_of: dict[int, tuple[int, list[int]]] = {}
         for lines in self.said.values():  # steps of a commit that *member* was given are in others' lines
             for said in lines:
                 if "step" in said:
-                    job_of[said["step"]] = max(said["job"], job_of.get(said["step"], 0))
+                    job_of[said["step"]] = max((said["job"], said["members"]), job_of.get(said["step"], (0, [])))
         assert sorted(job_of) == list(range(len(job_of)))
         weights = np.zeros_like(self.weights[member])
-        for step, job in sorted(job_of.items()):
-            weights += averaged(self.nodes(job), step)
+        for step, (job, members) in sorted(job_of.items()):
+            weights += averaged(self.nodes(job), step, members)
         return weights
 
 
@@ -134,6 +134,41 @@ def test_wait_has_the_bits_of_a_job_that_lost_nobody(elastic, victim):
     undisturbed = sum((averaged([0, 0, 1], step) for step in range(1, _STEPS)), averaged([0, 0, 1], 0))
     assert ran.weights[3].tobytes() == undisturbed.tobytes()
     assert ran.said[3][0]["rank"] == victim, "it has the lost one's place"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("victim", "nodes"), [(0, 1), (2, 1), (1, 2)])
+def test_a_job_goes_on_and_the_replacement_joins_without_a_repeated_step(elastic, victim, nodes):
+    """Rank 0 has started the scheduler and the node, which stay. The others wait for the replacement in step 30."""
+    draw = random.Random(victim)
+    ran = elastic.run("-n", "3", "--nodes", str(nodes), "--lost-worker", "wait", "--set", "on_worker_loss=continue",
+                      deeds=(f"{victim}@{draw.randrange(5, 25)}+{draw.random() / 50}", "+30"))
+    check_all(ran, {0, 1, 2, 3} - {victim})
+    assert ran.said[3][0]["rank"] == victim and ran.said[3][0]["job"] == 2, "it has the lost one's rank in the next job"
+    for member in {0, 1, 2} - {victim}:
+        assert [said["step"] for said in ran.said[member] if "step" in said] == [*range(_STEPS)]
+    assert [said["step"] for said in ran.said[3] if "step" in said] == [*range(30, _STEPS)]
+    assert f"worker {victim} was killed by SIGKILL: the job goes on without it" in ran.err
+
+
+@pytest.mark.timeout(200)
+def test_a_job_that_goes_on_lets_replacements_in_one_after_another_and_survives_a_loss_of_its_next_job(elastic):
+    """Two are lost at once, and a replacement while it joins: the others go on in any case."""
+    ran = elastic.run("-n", "4", "--lost-worker", "wait", "--set", "on_worker_loss=continue", "--set", "min_workers=2",
+                      deeds=("0&3@8", "4~0.1", "+20"))
+    assert ran.code == 0, ran.err
+    assert {1, 2} < set(ran.weights), ran.err
+    check_all(ran, set(ran.weights))
+
+
+@pytest.mark.timeout(200)
+def test_a_job_that_cannot_go_on_goes_back_to_the_last_commit(elastic):
+    """Two of three are lost, and two must be left."""
+    ran = elastic.run("-n", "3", "--lost-worker", "wait", "--min-ranks", "2", "--set", "on_worker_loss=continue",
+                      deeds=("1&2@8",))
+    assert ran.code == 0, ran.err
+    assert 0 in ran.weights and ran.said[0][-1]["sizes"][:2] != [3, 3], ran.said[0][-1]
+    check_all(ran, set(ran.weights))
 
 
 @pytest.mark.timeout(200)

@@ -103,6 +103,35 @@ def order(service):
     return found
 
 
+def test_a_newcomer_that_prepares_itself_is_let_in_when_it_is_ready(coordinator):
+    service, (first,), more = coordinator(1, max_ranks=2)
+    second = more(1)
+    service.started(1)
+    second.say(Come, node="a", is_ready=False)
+    assert second.hears(Wait).prepares
+    second.say(Come, node="a")
+    assert first.hears(Newcomers) == Newcomers(1, 1)
+    assert not [said for said in first.heard if isinstance(said, Newcomers)], "only then"
+
+
+@pytest.mark.parametrize("end", ["others come", "it ends", "no next job"])
+def test_a_newcomer_that_still_prepares_itself_is_answered_when_nothing_runs(coordinator, end):
+    service, (first,), more = coordinator(1, max_ranks=2)
+    second = more(1)
+    service.started(1)
+    second.say(Come, node="a", is_ready=False)
+    assert second.hears(Wait).prepares
+    if end == "others come":
+        first.say(Come, node="a", has_state=True)
+        assert first.hears(Formed) == Formed(2, 0, 2, "abort") and second.hears(Formed) == Formed(2, 1, 2, "abort")
+    elif end == "it ends":
+        first.say(Done)
+        assert second.hears(Over)
+    else:
+        service.give_up("no more")
+        assert second.hears(Refused).reason == "no more"
+
+
 def test_a_stranger_is_not_heard(coordinator):
     service, _, more = coordinator(1, max_ranks=5)
     stranger = more(77, key=b"x" * 32)

@@ -366,7 +366,7 @@ def test_the_settings_decide(given, code, tmp_path):
     assert f"[bpsfast run] rank 1 {words}" in done.stderr
 
 
-def test_an_elastic_job_has_its_own_rules():
+def test_an_elastic_job_that_goes_on_must_not_end_at_a_loss():
     done = subprocess.run([sys.executable, "-m", "bpsfast", "run", "--elastic", "--", "true"], capture_output=True,
                           text=True, timeout=60, check=False,
                           env={"PATH": os.environ["PATH"], "BPSFAST_ON_WORKER_LOSS": "continue"})

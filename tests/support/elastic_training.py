@@ -33,11 +33,12 @@ def pushed(rank: int, step: int) -> np.ndarray:
     return np.random.default_rng((rank, step)).standard_normal(SIZE, dtype=np.float32)
 
 
-def averaged(nodes: Sequence[int], step: int) -> np.ndarray:
-    """Return the average over the ranks of *nodes*, summed over the ranks of each node first."""
-    groups = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
+def averaged(nodes: Sequence[int], step: int, members: Sequence[int] | None = None) -> np.ndarray:
+    """Return the average over *members* (None: all ranks) of *nodes*, summed over those of each node first."""
+    members = range(len(nodes)) if members is None else members
+    groups = [[rank for rank in members if nodes[rank] == node] for node in dict.fromkeys(nodes[i] for i in members)]
     partials = [functools.reduce(np.add, (pushed(rank, step) for rank in ranks)) for ranks in groups]
-    return functools.reduce(np.add, partials) / np.float32(len(nodes))
+    return functools.reduce(np.add, partials) / np.float32(len(members))
 
 
 def kill_later(seconds: float) -> None:
@@ -150,7 +151,7 @@ def main() -> None:
             if state.step in deeds.adds and bpsfast.size() == 2:
                 state.check()  # the step is repeated until a worker has joined
                 continue
-            print(json.dumps({"job": job, "step": state.step}), file=log)
+            print(json.dumps({"job": job, "step": state.step, "members": bpsfast.contributors("g")}), file=log)
             state.weights += mean
             state.step += 1
             state.commit()
