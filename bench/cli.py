@@ -331,6 +331,8 @@ def bench_worker_loss() -> None:
 @_benchmark("soak")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
 @click.option("--transport", type=click.Choice(["auto", "tcp", "shm"]), default="tcp", show_default=True)
+@click.option("--losses", type=click.IntRange(0), default=0, show_default=True,
+              help="Workers to kill and replace, in an elastic job that goes on without them.")
 @cli_options.load()
 @cli_options.result()
 def bench_soak() -> None:

@@ -3,13 +3,23 @@
 After the warm-up, the number of descriptors and threads of a process must not grow, and memory by no more than the
 allocator's noise. No process may be declared lost (it would exit with a code of its own), even while other programs
 keep all cores busy (load).
+
+With ``--losses N`` it is an elastic job of three workers that goes on without lost ones; N times one of them, but never
+worker 0, is killed and replaced. Then worker 0 and the launcher must not grow, which belong to all of the jobs.
 """
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +37,7 @@ from ..harness.cpu_load import CpuLoad
 _WARM_UP = 0.2
 #: Two measurements of an unchanged process may differ by this much.
 _NOISE_NBYTES = 2 << 20
+_LOOK_S = 0.05
 #: All processes end within this after the last step.
 _END_S = 60.0
 _VALUES = {"timeout_s": 60, "start_timeout_s": 240}
@@ -44,16 +55,18 @@ class Usage:
 
 
 def run(options: dict[str, Any]) -> bool:
-    """Run the job for *options* (minutes, transport, load, json_path); return whether it passed.
+    """Run the job for *options* (minutes, transport, load, losses, json_path); return whether it passed.
 
-    It passes if sums are right, no process was lost, and nothing grew.
+    It passes if sums are right, no process was lost (but for losses), and nothing grew.
     """
     given, seconds = BenchRun("soak", options), 60.0 * options["minutes"]
+    if options.get("losses"):
+        return _run_with_losses(given, options, seconds)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as folder:
         values = {**_VALUES, "transport": options["transport"]}
         with CpuLoad(options.get("load", 0)), \
                 Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
-            usages = _watch(processes, seconds)
+            usages = _watch({name: processes[name].pid for name in processes}, seconds)
             codes = processes.wait(time.monotonic() + _END_S)
             ends = [json.loads(processes.path(rank).read_text().splitlines()[-1]) for rank in range(3)]
     print(_shown(usages))
@@ -67,13 +80,64 @@ def run(options: dict[str, Any]) -> bool:
     return not troubles
 
 
-def _watch(processes: Processes, seconds: float) -> list[Usage]:
-    """Return the usages of all processes, measured up to 300 times while the ranks train."""
-    known = {name: psutil.Process(processes[name].pid) for name in processes}
+def _run_with_losses(given: BenchRun, options: dict[str, Any], seconds: float) -> bool:
+    n_losses, chance = options["losses"], random.Random("soak")
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as name, CpuLoad(options.get("load", 0)):
+        folder = Path(name)
+        command = [sys.executable, "-m", "bpsfast", "run", "-n", "3", "--elastic", "--lost-worker", "wait",
+                   "--max-replaced", str(n_losses), "--set", "on_worker_loss=continue",
+                   "--set", f"transport={options['transport']}", "--set", "timeout_s=60", "--",
+                   sys.executable, "-m", "bpsfast.bench.soak.worker", name, str(time.monotonic() + seconds)]
+        with (folder / "output").open("wb") as output:
+            launcher = subprocess.Popen(command, stdout=output, stderr=output)
+        killed: set[int] = set()
+
+        def lose(at_s: float) -> None:
+            """Kill a worker that was not killed before, once it is time for one more."""
+            if at_s < (len(killed) + 1) * seconds / (n_losses + 1):
+                return
+            alive = sorted({int(path.name[4:]) for path in folder.glob("pid_*")} - killed - {0})
+            if alive:
+                killed.add(victim := chance.choice(alive))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int((folder / f"pid_{victim}").read_text()), signal.SIGKILL)
+
+        try:
+            while not (folder / "pid_0").exists() and launcher.poll() is None:
+                time.sleep(_LOOK_S)
+            pids = {"launcher": launcher.pid, "worker 0": int((folder / "pid_0").read_text())}
+            usages = _watch(pids, seconds, lose)
+            code = launcher.wait(_END_S)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        ends = {int(path.name[4:]): json.loads(path.read_text()) for path in folder.glob("end_*")}
+        words = (folder / "output").read_text(errors="replace")
+    print(_shown(usages))
+    end = ends.get(0, {"steps": 0, "jobs": 0})
+    troubles = [f"worker {number}: {end['wrong']} wrong sums" for number, end in sorted(ends.items()) if end["wrong"]]
+    troubles += [] if 0 in ends and code == 0 else [f"the launcher ended with {code}: {words[-2000:]}"]
+    troubles += [] if len(killed) == n_losses else [f"{len(killed)} of {n_losses} workers were killed"]
+    troubles += growth(usages)
+    for trouble in troubles:
+        print(trouble)
+    print(f"{end['steps']} steps of {options['minutes']:g} minutes, {len(killed)} losses, {end['jobs']} jobs")
+    given.finish([{**end, "losses": len(killed), "troubles": troubles}, *map(asdict, usages)])
+    return not troubles
+
+
+def _watch(pids: Mapping[str, int], seconds: float, at_each: Callable[[float], None] = lambda at_s: None
+           ) -> list[Usage]:
+    """Return the usages of the processes *pids*, measured up to 300 times while the ranks train.
+
+    *at_each* is called each time, with the seconds since the beginning.
+    """
+    known = {name: psutil.Process(pid) for name, pid in pids.items()}
     begin, usages = time.monotonic(), []
     pause_s = max(0.2, seconds / 300)
     while time.monotonic() - begin + pause_s < seconds:
         time.sleep(pause_s)
+        at_each(time.monotonic() - begin)
         for name, process in known.items():
             try:
                 memory, at_s = process.memory_full_info(), time.monotonic() - begin

@@ -28,6 +28,8 @@ _log = logging.getLogger("bpsfast.elastic")
 _MEMBER = "BPSFAST_MEMBER"
 _NODE = "BPSFAST_NODE_ID"
 _LOOK_S = 1.0
+#: How long newcomers wait to join for a replacement that has been started, at most.
+_TOGETHER_S = 5.0
 _REASON_LENGTH = 500
 
 
@@ -74,6 +76,8 @@ class ElasticService:
         self._alive = set(members)
         self._asked: set[int] = set()  # to be replaced or killed, and still open
         self._n_starting = 0  # ordered, and not started yet
+        self._told = protocol.Newcomers(0, 0)  # what the members of a job know
+        self._newcomers_since_s = 0.0
         self._preparing: dict[int, protocol.Come] = {}  # members that will be ready to be let into the running job
         self._store: dict[str, str] = {}
         self._stored_nbytes = 0
@@ -189,7 +193,8 @@ class ElasticService:
         while self._preparing and not self._has_running_job:
             self._on_come(self._preparing.popitem()[1])
         self._decide()
-        if (now_s := time.monotonic()) >= self._next_word_s and (self._coordinator.waiting or self._preparing):
+        self._announce(now_s := time.monotonic())
+        if now_s >= self._next_word_s and (self._coordinator.waiting or self._preparing):
             self._next_word_s = now_s + protocol.WORD_EVERY_S
             self._send(protocol.Wait(self._coordinator.awaited), {*self._coordinator.waiting, *self._preparing})
 
@@ -220,11 +225,23 @@ class ElasticService:
             self._send(protocol.Over(), [message.member])
         elif coordinator.failure is not None:
             self._send(protocol.Refused(*coordinator.failure), [message.member])
-        elif coordinator.is_running and coordinator.newcomers:
-            members = [holder.member for holder in coordinator.holders]
-            self._send(protocol.Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
+
+    def _announce(self, now_s: float) -> None:
+        """Tell the members of a running job how many wait to join it, if more do than they know.
+
+        A replacement that has been started may still come: for some time they are not told, as one new job is enough
+        for several newcomers.
+        """
+        coordinator, told = self._coordinator, self._told
+        known = told.count if told.job == coordinator.number else 0
+        n_newcomers = len(coordinator.newcomers) if self._has_running_job else 0
+        if n_newcomers <= known:
+            self._newcomers_since_s = now_s
+        elif not coordinator.is_replacing or now_s - self._newcomers_since_s >= _TOGETHER_S:
+            self._told = protocol.Newcomers(coordinator.number, n_newcomers)
+            self._send(self._told, [holder.member for holder in coordinator.holders])
 
     @property
     def _has_running_job(self) -> bool:

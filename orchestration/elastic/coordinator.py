@@ -180,6 +180,11 @@ class ElasticCoordinator:
         return tuple(member for member in self.waiting if member in places) + self._joining()
 
     @property
+    def is_replacing(self) -> bool:
+        """Whether a member that was started for a lost one has yet to come."""
+        return any(member not in self._come for member in self._instead.values())
+
+    @property
     def to_replace(self) -> tuple[int, ...]:
         """The lost members for which another is to be started now."""
         if self.rules.lost_worker != "wait" or self.is_over or self.failure is not None:

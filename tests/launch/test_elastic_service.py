@@ -12,6 +12,7 @@ import pytest
 from bpsfast.base.job_key import elastic_key
 from bpsfast.base.settings import load, parse_address
 from bpsfast.elastic.coordinator_client import CoordinatorClient
+from bpsfast.launch import elastic_service
 from bpsfast.launch.elastic_service import ElasticService, KillWorker, ReplaceWorker, StartWorkers, StopJob
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
@@ -112,6 +113,31 @@ def test_a_newcomer_that_prepares_itself_is_let_in_when_it_is_ready(coordinator)
     second.say(Come, node="a")
     assert first.hears(Newcomers) == Newcomers(1, 1)
     assert not [said for said in first.heard if isinstance(said, Newcomers)], "only then"
+
+
+def test_two_replacements_are_let_in_together(coordinator):
+    service, (first, _, _), more = coordinator(3, lost_worker="wait", goes_on=True)
+    for lost, by in ((1, 3), (2, 4)):
+        service.ended(lost, "is gone")
+        assert order(service) == ReplaceWorker(lost)
+        service.started(by, lost)
+    workers = [more(number) for number in (3, 4)]
+    for worker in workers:
+        worker.say(Come, node="a")
+    assert first.hears(Newcomers) == Newcomers(1, 2), "only then"
+    first.say(Come, node="a", has_state=True)
+    assert [worker.hears(Formed).rank for worker in (first, *workers)] == [0, 1, 2]
+
+
+def test_a_replacement_that_does_not_come_holds_up_no_other(coordinator, monkeypatch):
+    monkeypatch.setattr(elastic_service, "_TOGETHER_S", 0.5)
+    service, (first, _, _), more = coordinator(3, lost_worker="wait", goes_on=True)
+    for lost, by in ((1, 3), (2, 4)):
+        service.ended(lost, "is gone")
+        assert order(service) == ReplaceWorker(lost)
+        service.started(by, lost)
+    more(3).say(Come, node="a")
+    assert first.hears(Newcomers) == Newcomers(1, 1)
 
 
 @pytest.mark.parametrize("end", ["others come", "it ends", "no next job"])
