@@ -169,10 +169,12 @@ SEEDS ?= 20
 chaos: $(stamp)
 	$(bin)/bpsfast bench chaos --seeds $(SEEDS) --load $(LOAD)
 
-# One job that trains for MINUTES: memory, descriptors and threads of its processes must not grow.
+# One job that trains for MINUTES: memory, descriptors and threads of its processes must not grow. LOSSES: so many of its
+# workers are killed and replaced.
 MINUTES ?= 5
+LOSSES ?= 0
 soak: $(stamp)
-	$(bin)/bpsfast bench soak --minutes $(MINUTES) --load $(LOAD)
+	$(bin)/bpsfast bench soak --minutes $(MINUTES) --load $(LOAD) --losses $(LOSSES)
 
 setup: $(stamp)
 
