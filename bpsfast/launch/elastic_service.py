@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -196,7 +196,8 @@ class ElasticService:
         self._announce(now_s := time.monotonic())
         if now_s >= self._next_word_s and (self._coordinator.waiting or self._preparing):
             self._next_word_s = now_s + protocol.WORD_EVERY_S
-            self._send(protocol.Wait(self._coordinator.awaited), {*self._coordinator.waiting, *self._preparing})
+            self._send(protocol.Wait(self._coordinator.awaited), self._coordinator.waiting)
+            self._send(protocol.Wait(self._coordinator.awaited, prepares=True), self._preparing)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -329,7 +330,7 @@ class ElasticService:
         self._orders.append(order)
         self._ordered.ring()
 
-    def _send(self, message: object, members: Sequence[int] | set[int] | tuple[int, ...]) -> None:
+    def _send(self, message: object, members: Iterable[int]) -> None:
         for member in members:
             self._server.tell(message, but=self._server.present - {member})  # type: ignore[arg-type]
 
