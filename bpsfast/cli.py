@@ -61,7 +61,8 @@ def scheduler(starter_fd: int | None, settings_fd: int | None, assignments: tupl
     from .launch import daemons, spare_daemons
 
     logs.set_identity("scheduler")
-    if settings_fd is not None and not spare_daemons.take_settings(settings_fd, "orchestration.failover.scheduler"):
+    if settings_fd is not None and starter_fd is not None and not spare_daemons.take_settings(
+            settings_fd, starter_fd, "orchestration.failover.scheduler"):
         return
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
@@ -100,7 +101,7 @@ def node(starter_fd: int | None, settings_fd: int | None, helper: bool, assignme
     gc.freeze()
     gc.enable()
     logs.set_identity("helper" if helper else "node")
-    if settings_fd is not None and not spare_daemons.take_settings(settings_fd):
+    if settings_fd is not None and starter_fd is not None and not spare_daemons.take_settings(settings_fd, starter_fd):
         return
     if helper:
         if options["local_size"]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from sklearn.datasets import load_digits
 
+import bpsfast
 import bpsfast.torch as bps
 from bpsfast import elastic
 from bpsfast.elastic.coordinator_client import current_client
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
                 history.steps.append(state.step)
                 history.ends_s.append(time.monotonic())
                 history.digests.append(digest())
-                history.n_members.append(len(bps.members()))
+                history.n_members.append(len(bpsfast.members()))
                 if state.step == n_steps:
                     return
                 state.commit()

@@ -28,7 +28,7 @@ from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, St
 from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")
-_POLL_S = 0.5
+_POLL_S, _LOAD_POLL_S = 0.5, 0.05
 #: How often a job is tried that cannot be formed although no worker was lost.
 _MAX_TRIES = 3
 #: Periodic messages of the coordinator that may be missing.
@@ -70,6 +70,8 @@ class CoordinatorClient:
         self._channel.tell(protocol.Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
+        #: How often the member of that job had committed that has most commits.
+        self.n_commits = 0
         #: Whether this process has the state of the training: `State.sync` was completed.
         self.has_state = False
         self._formed: Formed | Refused | Over | None = None
@@ -131,8 +133,8 @@ class CoordinatorClient:
 
     def done(self) -> None:
         """Tell the coordinator that the training has ended on all ranks."""
-        self._spares.close()
         self._channel.tell(protocol.Done(member=self.number))
+        self._spares.close()
 
     def close(self) -> None:
         """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
@@ -143,24 +145,23 @@ class CoordinatorClient:
 
     def _await_job(self, n_commits: int, reason: str) -> Formed:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
-        self._formed = None
-
-        def come() -> None:
-            self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
-                                             n_commits=n_commits, reason=reason, is_ready=self._is_ready))
-
-        come()
+        self._formed, self._prepares = None, False
+        self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
+                                         n_commits=n_commits, reason=reason, is_ready=self._is_ready))
+        loads_until_s = 0.0
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
         warn_s = begin_s + settings.stall_warn_s
         while self._formed is None:
-            self._listen(_POLL_S)
-            if self._prepares and not self._is_ready and self._formed is None:  # the others train meanwhile
-                self._keep_spares(_DAEMONS)
-                self._spares.are_ready(_SPARES_S)
-                self._is_ready = True
-                come()
+            self._listen(_POLL_S if loads_until_s == 0.0 else _LOAD_POLL_S)
             now_s = time.monotonic()
+            if self._prepares and not self._is_ready and self._formed is None:  # the others train meanwhile
+                if loads_until_s == 0.0:
+                    self._keep_spares(_DAEMONS)
+                    loads_until_s = now_s + _SPARES_S
+                if self._spares.are_ready(0.0) or now_s >= loads_until_s:
+                    self._is_ready, loads_until_s = True, 0.0
+                    self._channel.tell(protocol.Prepared(member=self.number))
             if now_s - self._heard_s > max(settings.start_timeout_s, _MAX_MISSED_PINGS * protocol.WORD_EVERY_S
                                            if self._channel.is_connected else 0.0):
                 raise self._silence(now_s - self._heard_s)
@@ -173,7 +174,7 @@ class CoordinatorClient:
             raise TrainingOver()
         if isinstance(found, Refused):
             raise error_of(found.error, found.reason)
-        self.job, self.lost_worker = found.job, found.lost_worker
+        self.job, self.lost_worker, self.n_commits = found.job, found.lost_worker, found.n_commits
         self._values = {}
         return found
 

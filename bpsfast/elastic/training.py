@@ -102,18 +102,31 @@ class State(ABC):
         """Share the state of the rank with most commits (the lowest such rank) with all, and keep it. On all ranks.
 
         Ranks with equally many commits should have the same state: what differs from the root's is logged as a warning.
+
+        Raises
+        ------
+        PeerLostError
+            A rank was lost meanwhile in a job that goes on without it. It may have been the only one with the state.
         """
         session = process.current()
+        members = session.membership.members
         mine = self.digests() if self.n_commits else {}
         own = np.zeros((2, session.size), np.int64)
         own[:, session.rank] = self.n_commits, drift.total(mine)
         found, totals = push_pull(own, name="bpsfast.elastic/commits", average=False)
         root = int(np.argmax(found))
         n_commits = int(found[root])
+        client = current_client()
+        if client is not None and n_commits < client.n_commits:
+            raise PeerLostError(f"a rank with {client.n_commits} commits was lost before it could share the state of "
+                                f"the training; the others have {n_commits} at most")
         peers = found == n_commits
         if n_commits and len({*totals[peers].tolist()}) > 1:
             self._name_drift(mine, root, bool(peers[session.rank]))
         self.give(root)
+        if session.membership.members != members:
+            raise PeerLostError(f"rank {', '.join(str(rank) for rank in members if rank not in process.members())} was "
+                                "lost while the state of the training was shared: it is shared again in the next job")
         self.n_commits = max(1, n_commits)  # even without a commit more than a newcomer's
         self.keep()
 

@@ -75,7 +75,7 @@ class ElasticSampler(_ElasticSampler):
     @property
     def remaining_indices(self) -> list[int]:
         """The indices that were unused at the last `reset`, of all ranks, in their order."""
-        return self._skipped_before + self._shuffled()[self._n_before:]
+        return [*self._skipped_before, *self._shuffled()[self._n_before:]]
 
     @property
     def num_samples(self) -> int:

@@ -9,7 +9,6 @@ No daemon outlives its starter:
 """
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import select
@@ -35,6 +34,7 @@ from ..orchestration.errors import ConfigError, error_of
 from ..orchestration.wake_up import WakeUp
 from . import spare_daemons
 from .process_role import ProcessRole
+from .spare_daemons import SpareDaemons
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -202,7 +202,9 @@ def start(role: ProcessRole, settings: Settings) -> Daemons:
     daemons = Daemons(role, reserved)
     try:
         if role.starts_scheduler:
-            daemons.restarter = Restarter("scheduler", functools.partial(_start_scheduler, role, settings))
+            spares = [role.spares]  # for the first start alone: others are made by another thread
+            daemons.restarter = Restarter("scheduler", lambda: _start_scheduler(
+                role, settings, spares.pop() if spares else None))
         if role.starts_node:
             daemons.node = start_node(role, settings)
     except OSError:
@@ -213,17 +215,17 @@ def start(role: ProcessRole, settings: Settings) -> Daemons:
 
 def start_node(role: ProcessRole, settings: Settings) -> subprocess.Popen:
     """Start the node of this machine as a child that watches this process."""
-    return _start("node", role, msgspec.structs.replace(role.settings(settings), rank=-1, local_rank=-1))
+    return _start("node", msgspec.structs.replace(role.settings(settings), rank=-1, local_rank=-1), role.spares)
 
 
-def _start_scheduler(role: ProcessRole, settings: Settings) -> subprocess.Popen:
-    return _start("scheduler", role, msgspec.structs.replace(
-        role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
+def _start_scheduler(role: ProcessRole, settings: Settings, spares: SpareDaemons | None) -> subprocess.Popen:
+    return _start("scheduler", msgspec.structs.replace(
+        role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1), spares)
 
 
-def _start(command: str, role: ProcessRole, settings: Settings) -> subprocess.Popen:
+def _start(command: str, settings: Settings, spares: SpareDaemons | None) -> subprocess.Popen:
     variables = environment(settings)
-    found = role.spares.take(command, variables) if role.spares is not None else None
+    found = spares.take(command, variables) if spares is not None else None
     return found or spare_daemons.start(command, clean_environment(os.environ) | variables)
 
 

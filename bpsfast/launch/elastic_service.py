@@ -203,6 +203,8 @@ class ElasticService:
         match message:
             case protocol.Come():
                 self._on_come(message)
+            case protocol.Prepared() if message.member in self._preparing:
+                self._on_come(msgspec.structs.replace(self._preparing.pop(message.member), is_ready=True))
             case protocol.Done():
                 self._coordinator.done()
                 self._send(protocol.Over(), self._coordinator.waiting)
@@ -230,17 +232,19 @@ class ElasticService:
             self._void(f"worker {message.member} has left it")
 
     def _announce(self, now_s: float) -> None:
-        """Tell the members of a running job how many wait to join it, if more do than they know.
+        """Tell the members of a running job how many wait to join it, if more do than they know; also those that may
+        still train when the others have come back.
 
         A replacement that has been started may still come: for some time they are not told, as one new job is enough
         for several newcomers.
         """
         coordinator, told = self._coordinator, self._told
         known = told.count if told.job == coordinator.number else 0
-        n_newcomers = len(coordinator.newcomers) if self._has_running_job else 0
+        n_newcomers = len(coordinator.newcomers) if self._has_running_job else int(coordinator.is_calling_back)
         if n_newcomers <= known:
             self._newcomers_since_s = now_s
-        elif not coordinator.is_replacing or now_s - self._newcomers_since_s >= _TOGETHER_S:
+        elif (coordinator.is_calling_back or not coordinator.is_replacing
+              or now_s - self._newcomers_since_s >= _TOGETHER_S):
             self._told = protocol.Newcomers(coordinator.number, n_newcomers)
             self._send(self._told, [holder.member for holder in coordinator.holders])
 
@@ -291,6 +295,7 @@ class ElasticService:
 
     def _decide(self) -> None:
         coordinator = self._coordinator
+        self._ask([ReplaceWorker(member) for member in coordinator.to_replace])  # a new job knows no earlier losses
         while (found := coordinator.decide(time.monotonic())) is not None:
             if isinstance(found, Form):
                 self._form(found)
@@ -306,7 +311,8 @@ class ElasticService:
         self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
-            formed = protocol.Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker)
+            formed = protocol.Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker,
+                                     form.n_commits)
             self._send(formed, [member])
 
     def _fail(self, fail: Fail) -> None:

@@ -2,14 +2,14 @@
 
 Most of the time in which scheduler and node start is spent on loading modules. A process that belongs to one job after
 another (`bpsfast.elastic`) has this done while the present job still runs. A spare daemon gets its settings, the job's
-key among them, over a socket. The end of that socket, also by the death of its starter, ends a spare that is not
-needed.
+key among them, over a socket. A spare that is not needed is killed, and ends by itself if its starter does.
 """
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -63,7 +63,7 @@ class SpareDaemons:
             if found is not None and found.process.poll() is None:
                 continue
             if found is not None:
-                found.close()
+                self._spares.pop(command).close()
             with contextlib.suppress(OSError):
                 self._spares[command] = _Spare(command, environ)
 
@@ -97,10 +97,11 @@ class _Spare:
 
     def go_on(self, variables: Mapping[str, str]) -> subprocess.Popen | None:
         with self._socket:
-            self._socket.settimeout(_LOAD_S)
             try:
+                self._socket.settimeout(_LOAD_S)
                 self._socket.recv(len(_READY))  # else the end of this socket would discard the settings
                 self._socket.sendall(msgspec.json.encode(dict(variables)))
+                self._socket.shutdown(socket.SHUT_WR)  # forks of this process may hold the socket, too
             except OSError:  # it has ended, or hangs
                 self.process.kill()
                 self.process.wait()
@@ -109,20 +110,25 @@ class _Spare:
 
     def close(self) -> None:
         self._socket.close()
+        self.process.kill()  # it may still load its modules
         self.process.wait()
 
 
-def take_settings(fd: int, *modules: str) -> bool:
+def take_settings(fd: int, starter_fd: int, *modules: str) -> bool:
     """In a spare daemon: load *modules* of bpsfast, wait for the settings, and put them into the environment.
 
-    Returns False if the daemon is not needed. *fd*: the socket that it was started with, which is closed.
+    Returns False if the daemon is not needed. *fd*: the socket that it was started with, which is closed. *starter_fd*:
+    the starter's pidfd.
     """
     for name in modules:
         importlib.import_module(f"bpsfast.{name}")
     data = bytearray()
     with socket.socket(fileno=fd) as channel, contextlib.suppress(ConnectionError):
         channel.sendall(_READY)
-        while chunk := channel.recv(_CHUNK_NBYTES):
+        poll = select.poll()
+        for each in (fd, starter_fd):  # forks of the starter may hold the socket, and outlive it
+            poll.register(each, select.POLLIN)
+        while fd in dict(poll.poll()) and (chunk := channel.recv(_CHUNK_NBYTES)):
             data += chunk
     if not data:
         return False

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -152,18 +153,18 @@ class ElasticSampler(Sampler[int]):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.n_processed = 0
-        self.skipped: list[int] = []
+        self.skipped = array("q")
         self.rank, self.num_replicas = 0, 1
         self._n_before = 0  # `n_processed` at the last reset
-        self._skipped_before: list[int] = []  # `skipped` at the last reset
-        self._newly: list[int] = []  # what has been skipped since then
+        self._skipped_before = array("q")  # `skipped` at the last reset
+        self._newly = array("q")  # what has been skipped since then
         self._n_each = 0  # indices that each rank has used since then
         self._order: list[int] = []  # of all ranks together: rank r has every num_replicas-th one, from the r-th on
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin *epoch*. Call it at the end of the epoch before, so that nothing is repeated if a worker is lost."""
-        self.epoch, self.n_processed, self.skipped = epoch, 0, []
+        self.epoch, self.n_processed, self.skipped = epoch, 0, array("q")
         self.reset()
 
     def record_batch(self, batch_index: int, batch_size: int) -> None:
@@ -177,7 +178,7 @@ class ElasticSampler(Sampler[int]):
             n_left = len(self._skipped_before) + len(self.dataset) - self._n_before  # what follows is repeated
             end = min(n_each * self.num_replicas, n_left)
             for rank in sorted(set(range(self.num_replicas)).difference(session.membership.members)):
-                self._newly += self._order[rank + self._n_each * self.num_replicas:end:self.num_replicas]
+                self._newly.extend(self._order[rank + self._n_each * self.num_replicas:end:self.num_replicas])
         self._n_each, n_used = n_each, n_each * self.num_replicas
         self.skipped = self._skipped_before[n_used:] + self._newly
         self.n_processed = min(self._n_before + max(0, n_used - len(self._skipped_before)), len(self.dataset))
@@ -191,9 +192,9 @@ class ElasticSampler(Sampler[int]):
         """Divide the unused indices among the ranks of the present job (one, outside of jobs)."""
         session = process.session()
         self.rank, self.num_replicas = (session.rank, session.size) if session is not None else (0, 1)
-        self._n_before, self._skipped_before = self.n_processed, list(self.skipped)
-        self._newly, self._n_each = [], 0
-        left = self._skipped_before + self._shuffled()[self._n_before :]
+        self._n_before, self._skipped_before = self.n_processed, self.skipped[:]
+        self._newly, self._n_each = array("q"), 0
+        left = [*self._skipped_before, *self._shuffled()[self._n_before :]]
         n_more = -len(left) % self.num_replicas
         self._order = left + (left * n_more)[:n_more]
 
@@ -205,12 +206,12 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and which of its indices were used."""
-        return {"epoch": self.epoch, "n_processed": self.n_processed, "skipped": list(self.skipped)}
+        return {"epoch": self.epoch, "n_processed": self.n_processed, "skipped": self.skipped[:]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned on any rank."""
         self.epoch, self.n_processed = state["epoch"], state["n_processed"]
-        self.skipped = list(state.get("skipped", ()))
+        self.skipped = array("q", state.get("skipped", ()))
         self.reset()
 
     def __iter__(self) -> Iterator[int]:

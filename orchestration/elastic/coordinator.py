@@ -58,10 +58,11 @@ class RankHolder(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The next job: its number, and its members by rank."""
+    """The next job: its number, its members by rank, and how often the one with most commits has committed."""
 
     number: int
     members: tuple[int, ...]
+    n_commits: int = 0
 
 
 class Fail(NamedTuple):
@@ -98,6 +99,7 @@ class ElasticCoordinator:
         self._began_s: float | None = None
         self._with_state: set[int] = set()  # members that live
         self._has_begun = False  # whether a member has had a state, which must not be lost
+        self._commits_of: dict[int, int] = {}  # by member, when it came last
         self._n_commits = 0  # of the training, as far as arrived members have told
         self._n_commits_before = 0  # when the last job was formed
         self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
@@ -112,6 +114,7 @@ class ElasticCoordinator:
         """
         self._come[member] = node
         self._n_commits = max(self._n_commits, n_commits)
+        self._commits_of[member] = n_commits
         if reason and self.holds_rank(member):
             self._failed[member] = reason
         if has_state:
@@ -126,6 +129,7 @@ class ElasticCoordinator:
         """Note that *member*'s process was lost: *how* in words."""
         self._come.pop(member, None)
         self._with_state.discard(member)
+        self._commits_of.pop(member, None)
         self._instead = {holder: other for holder, other in self._instead.items() if other != member}
         if self.holds_rank(member):
             self._lost[member] = how
@@ -147,10 +151,12 @@ class ElasticCoordinator:
 
     def replaced(self, member: int, by: int, now_s: float) -> None:
         """Note that *by* was started for the lost *member*."""
+        self.n_replaced += 1
+        if member not in self._lost:  # a job was formed without it: *by* joins as any other newcomer
+            return
         self._instead[member] = by
         if not self.is_running:
             self._began_s = now_s
-        self.n_replaced += 1
 
     def holds_rank(self, member: int) -> bool:
         """Whether *member* is in the last job, or is to be in the first."""
@@ -178,6 +184,12 @@ class ElasticCoordinator:
         """The waiting members that a running job can let in."""
         places = self._places()
         return tuple(member for member in self.waiting if member in places) + self._joining()
+
+    @property
+    def is_calling_back(self) -> bool:
+        """Whether members that may still train are awaited, because half of those of a job that goes on came back."""
+        return (self.rules.goes_on and self.number > 0 and self._began_s is not None and not self.is_running
+                and any(holder.member not in self._come for holder in self._survivors()))
 
     @property
     def is_replacing(self) -> bool:
@@ -252,7 +264,7 @@ class ElasticCoordinator:
             return Fail("StallError", f"{self._n_fruitless + 1} jobs in a row have failed, the last one number "
                                       f"{self.number}, though no worker was lost, and without a commit: " + _listed(
                 f"worker {member}: {why}" for member, why in sorted(self._failed.items())))
-        return Form(self.number + 1, order)
+        return Form(self.number + 1, order, max(self._commits_of.get(member, 0) for member in order))
 
     def _was_fruitless(self, order: Sequence[int]) -> bool:
         """Whether the last job has failed, and the next one, of *order*, would be no better as far as is known."""

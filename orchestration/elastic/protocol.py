@@ -24,7 +24,7 @@ class Come(msgspec.Struct, tag=True, frozen=True):
 
     `has_state`: it has the state of a job before, which has had `n_commits` commits. `reason`: why that job has failed,
     "" if it has not. `is_ready`: it may be let into a running job at once; if not, the answer is a `Wait` that
-    `prepares`, after which it tells this again.
+    `prepares`.
     """
 
     member: int
@@ -33,6 +33,12 @@ class Come(msgspec.Struct, tag=True, frozen=True):
     n_commits: int = 0
     reason: str = ""
     is_ready: bool = True
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """A worker that was told to prepare itself (`Wait.prepares`) is ready to be let into a running job."""
+
+    member: int
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -73,12 +79,16 @@ class Added(msgspec.Struct, tag=True, frozen=True):
 
 
 class Formed(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator tells a worker that it is *rank* of *size* in *job*. `lost_worker`: the policy."""
+    """The coordinator tells a worker that it is *rank* of *size* in *job*. `lost_worker`: the policy.
+
+    `n_commits`: of the member that has committed most often.
+    """
 
     job: int
     rank: int
     size: int
     lost_worker: str
+    n_commits: int = 0
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -95,7 +105,7 @@ class Over(msgspec.Struct, tag=True, frozen=True):
 class Wait(msgspec.Struct, tag=True, frozen=True):
     """The coordinator tells all waiting members, every `WORD_EVERY_S`, that it lives, and what is awaited.
 
-    `prepares`: a job runs, and the member is to prepare itself to be let in (`Come.is_ready`).
+    `prepares`: a job runs, and the member is to prepare itself to be let in, and to tell that (`Prepared`).
     """
 
     awaited: str
@@ -124,7 +134,7 @@ class Value(msgspec.Struct, tag=True, frozen=True):
     value: str
 
 
-_to_coordinator = msgspec.msgpack.Decoder(Hello | Come | Done | Put | Want | Add)
+_to_coordinator = msgspec.msgpack.Decoder(Hello | Come | Prepared | Done | Put | Want | Add)
 _to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Wait | Void | Newcomers | Value | Added)
 
 

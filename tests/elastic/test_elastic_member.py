@@ -23,6 +23,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Hello,
     Newcomers,
     Over,
+    Prepared,
     Refused,
     Value,
     Void,
@@ -82,7 +83,7 @@ def test_who_comes_says_what_it_has_and_why(known, end):
         with pytest.raises(TrainingOver):
             other.join()
         (said,) = fake.hear(1)
-        assert said == Come(number, said.node)
+        assert said == Come(number, said.node, is_ready=False)
         nodes.append(said.node)
     assert nodes[0] == come.node != nodes[1]
 
@@ -172,22 +173,32 @@ def test_newcomers_count_for_the_job_that_they_wait_for(known):
     assert member.newcomers() == 1
 
 
-def test_a_newcomer_to_a_running_job_starts_its_daemons_before_it_is_let_in(known, monkeypatch):
+@pytest.mark.parametrize("formed", ["while it prepares itself", "after that"])
+def test_a_newcomer_to_a_running_job_starts_its_daemons_before_it_is_let_in(known, monkeypatch, formed):
     fake, member = known
     kept = []
 
     def keep(commands, environ):
         kept.append((tuple(commands), "PATH" in environ))
-        fake.say(Formed(2, 0, 1, "wait"))
+        if formed == "while it prepares itself":
+            fake.say(Formed(2, 0, 1, "wait"))
+
+    def are_ready(timeout_s):
+        if formed == "after that":
+            fake.say(Formed(2, 0, 1, "wait"))
+            return True
+        return False
 
     monkeypatch.setattr(member._spares, "keep", keep)
+    monkeypatch.setattr(member._spares, "are_ready", are_ready)
     fake.say(Wait("the others", prepares=True), Wait("the others", prepares=True))
     member._await_job(0, "")
     assert kept == [(("scheduler", "node"), True)], "once"
-    assert [said.is_ready for said in fake.hear(2)] == [False, True]
+    come, *others = fake.hear(2 if formed == "after that" else 1)
+    assert not come.is_ready and others == ([Prepared(member.number)] if formed == "after that" else [])
     fake.say(Formed(3, 0, 1, "wait"))
     member._await_job(0, "")
-    assert fake.hear(1)[0].is_ready
+    assert fake.hear(1)[0].is_ready == (formed == "after that")
 
 
 # -- the store of a job ------------------------------------------------------------------------------------------------

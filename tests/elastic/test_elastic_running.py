@@ -12,7 +12,7 @@ from bpsfast.elastic.coordinator_client import TrainingOver, current_client, ope
 from bpsfast.elastic.training import run_in_jobs
 from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.trainer import process
+from bpsfast.trainer import exit_handling, process
 from tests.support.coordinators import KEY, RealCoordinator, ends, settings_of, until
 
 
@@ -159,6 +159,7 @@ def test_workers_that_join_cost_no_step(begun):
     assert training.run(job.state) == 106
     assert (training.steps, training.jobs, job.resets) == ([0, 6], [1, 2], [2])
     assert job.joined == [(2, "")]
+    exit_handling._wait_for_jobs()  # the daemons of the first job, as at the end of a program
 
 
 def test_a_loss_before_the_training_function_is_called_is_as_any_other_and_may_be_the_last(begun):

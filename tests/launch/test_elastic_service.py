@@ -25,6 +25,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Hello,
     Newcomers,
     Over,
+    Prepared,
     Put,
     Refused,
     Value,
@@ -104,15 +105,19 @@ def order(service):
     return found
 
 
-def test_a_newcomer_that_prepares_itself_is_let_in_when_it_is_ready(coordinator):
+def test_a_newcomer_that_prepares_itself_is_let_in_when_it_is_ready(coordinator, monkeypatch):
+    monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.0)
     service, (first,), more = coordinator(1, max_ranks=2)
     second = more(1)
     service.started(1)
     second.say(Come, node="a", is_ready=False)
-    assert second.hears(Wait).prepares
-    second.say(Come, node="a")
+    for _ in range(3):
+        assert second.hears(Wait).prepares, "each time: the last word counts"
+    second.say(Prepared)
     assert first.hears(Newcomers) == Newcomers(1, 1)
-    assert not [said for said in first.heard if isinstance(said, Newcomers)], "only then"
+    second.say(Prepared)  # it counts once
+    assert not second.hears(Wait).prepares or not second.hears(Wait).prepares
+    assert not [said for said in first.heard if isinstance(said, Newcomers)]
 
 
 def test_two_replacements_are_let_in_together(coordinator):

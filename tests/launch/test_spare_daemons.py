@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from bpsfast.base.resources import is_ready
+from bpsfast.launch import spare_daemons
 from bpsfast.launch.daemons import clean_environment
 from bpsfast.launch.spare_daemons import SpareDaemons
 
@@ -57,6 +58,40 @@ def test_a_spare_that_was_killed_is_none_and_is_replaced(spares):
     process.kill()
     process.wait(_START_S)
     assert spares.take("node", {"BPSFAST_SCHEDULER": "nowhere"}) is None
+
+
+def test_a_fork_that_holds_the_socket_keeps_no_spare_from_its_work_and_none_alive(spares):
+    spares.keep(["node", "scheduler"], environ())
+    assert spares.are_ready(_START_S)
+    end, held = os.pipe()
+    fork = os.fork()
+    if fork == 0:  # as a data loader's worker
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        process = spares.take("node", {"BPSFAST_SCHEDULER": "nowhere"})
+        assert process is not None and process.wait(_START_S) == 2
+        scheduler = spares._spares["scheduler"].process
+        spares.close()
+        assert scheduler.returncode == -signal.SIGKILL
+    finally:
+        os.close(held)
+        os.close(end)
+        os.waitpid(fork, 0)
+
+
+def test_a_spare_that_cannot_be_replaced_is_left_out(spares, monkeypatch):
+    spares.keep(["node"], environ())
+    spares._spares["node"].process.kill()
+    spares._spares["node"].process.wait(_START_S)
+
+    def fail(*arguments):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(spare_daemons, "start", fail)
+    spares.keep(["node"], environ())
+    assert spares.are_ready(0.0) and spares.take("node", {}) is None
 
 
 def test_a_spare_ends_with_its_starter(no_leaks, pidfd_of):

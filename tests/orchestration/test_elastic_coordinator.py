@@ -278,7 +278,7 @@ def test_a_member_that_comes_back_alone_joins_the_others_at_their_next_commit():
     assert found.is_running and found.newcomers == (2, 4) and found.due_s == float("inf")
     for member in (0, 1, 3):
         found.came(member, "0", 500.0, has_state=True, n_commits=9)
-    assert found.decide(500.0) == Form(2, (0, 1, 2, 3, 4))
+    assert found.decide(500.0) == Form(2, (0, 1, 2, 3, 4), n_commits=9)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
