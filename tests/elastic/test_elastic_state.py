@@ -1,13 +1,17 @@
 """The state of an elastic program, without a coordinator: commits, restores, and who gives it to all."""
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
 import bpsfast
 from bpsfast import elastic
+from bpsfast.elastic import training
 from bpsfast.elastic.training import peer_loss_of
 from bpsfast.orchestration.errors import PeerLostError, StallError
+from bpsfast.trainer import process
 
 
 def state_of(weights=None, **more):
@@ -54,6 +58,39 @@ def sync_after_commits():
 
 def test_all_get_the_state_of_the_most_advanced_commit(shared_job):
     assert shared_job(ranks=(2, 1)).run(sync_after_commits) == [[[1.0] * 4, 10, 1, True, [1.0] * 4]] * 3
+
+
+class Shrinking(elastic.ObjectState):
+    """A state that sees a rank lost while it is shared."""
+
+    def give(self, root):
+        super().give(root)
+        session = process.current()
+        session.membership.members = session.membership.members[:-1]
+
+
+def sync_after_the_state_was_lost(kind):
+    """The coordinator knows of 3 commits, and nobody here has made as many; or a rank is lost meanwhile."""
+    state = (Shrinking if kind == "meanwhile" else elastic.ObjectState)(weights=np.zeros(4, np.float32), step=7)
+    state.n_commits = 2
+    members = process.current().membership.members
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "current_client", lambda: types.SimpleNamespace(n_commits=3 if kind == "before" else 2))
+        try:
+            state.sync()
+        except PeerLostError as exc:
+            return str(exc)
+        finally:
+            process.current().membership.members = members
+    return "shared"
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("before", "a rank with 3 commits was lost before it could share the state"),
+    ("meanwhile", "rank 1 was lost while the state of the training was shared"), ("none", "shared")])
+def test_a_state_that_was_lost_is_not_replaced_by_a_newcomers(shared_job, kind, words):
+    for found in shared_job(ranks=(2,)).run(sync_after_the_state_was_lost, kind):
+        assert found.startswith(words)
 
 
 def run_without_a_coordinator():

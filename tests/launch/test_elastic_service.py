@@ -145,6 +145,38 @@ def test_a_replacement_that_does_not_come_holds_up_no_other(coordinator, monkeyp
     assert first.hears(Newcomers) == Newcomers(1, 1)
 
 
+def test_who_is_lost_just_before_a_job_is_formed_is_replaced_and_joins_it(coordinator):
+    service, (first, second, _), more = coordinator(3, lost_worker="wait", goes_on=True)
+    first.say(Come, node="a", has_state=True, n_commits=4)
+    second.say(Come, node="a", has_state=True, n_commits=5)
+    until_waiting(service, 2)
+    service.ended(2, "is gone")
+    assert first.hears(Formed) == Formed(2, 0, 2, "wait", n_commits=5)
+    assert order(service) == ReplaceWorker(2)
+    service.started(3, 2)
+    third = more(3)
+    third.say(Come, node="a")
+    while (said := first.hears(Newcomers)).job == 1:  # of those who were awaited
+        continue
+    assert said == Newcomers(2, 1)
+
+
+def test_who_may_still_train_is_called_when_half_have_come_back(coordinator):
+    _, (first, second), _ = coordinator(2, lost_worker="shrink", goes_on=True)
+    second.say(Come, node="a", has_state=True, reason="its node is lost")
+    assert first.hears(Newcomers) == Newcomers(1, 1)
+    first.say(Come, node="a", has_state=True)
+    assert first.hears(Formed).job == second.hears(Formed).job == 2
+
+
+def until_waiting(service, n):
+    """Wait until *n* members wait for a job."""
+    deadline = time.monotonic() + 10.0
+    while len(service._coordinator.waiting) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("end", ["others come", "it ends", "no next job"])
 def test_a_newcomer_that_still_prepares_itself_is_answered_when_nothing_runs(coordinator, end):
     service, (first,), more = coordinator(1, max_ranks=2)
