@@ -7,8 +7,11 @@ do (`launch.rendezvous`), with the coordinator as their key-value store.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -158,6 +161,8 @@ class CoordinatorClient:
             if self._prepares and not self._is_ready and self._formed is None:  # the others train meanwhile
                 if loads_until_s == 0.0:
                     self._keep_spares(_DAEMONS)
+                    _load_early()
+                    now_s = self._heard_s = time.monotonic()  # nothing was read meanwhile
                     loads_until_s = now_s + _SPARES_S
                 if self._spares.are_ready(0.0) or now_s >= loads_until_s:
                     self._is_ready, loads_until_s = True, 0.0
@@ -255,6 +260,16 @@ class _Store:
         """Count in this process: `rendezvous` counts only per rank, and each job has its own store."""
         self._counters[key] = self._counters.get(key, 0) + amount
         return self._counters[key]
+
+
+def _load_early() -> None:
+    """Load what a program loads after it has joined its job, while the others train instead of waiting for it.
+
+    PyTorch loads this, in a second or more, when the first optimizer is made.
+    """
+    if "torch" in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._dynamo")
 
 
 _member: CoordinatorClient | None = None
