@@ -128,6 +128,7 @@ class LocalProcess(Process):
 
     def __init__(self, command: Command) -> None:
         super().__init__(command)
+        self.is_released = False
         self.process = subprocess.Popen(
             [*command.via, *tie_to_parent(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
@@ -141,6 +142,8 @@ class LocalProcess(Process):
 
     def signal_all(self, number: int) -> None:
         """See `Process`. Processes that now belong to another user are skipped."""
+        if self.is_released:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
         for pid in _others_in_session(self.process.pid):  # listed after that: a process may leave the group meanwhile
@@ -149,11 +152,13 @@ class LocalProcess(Process):
 
     def signal(self, number: int) -> None:
         """See `Process`."""
+        if self.is_released:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def exit_code(self) -> int:
-        """Return the code of the ended process, as `Popen.returncode`, and leave it a zombie until `close`.
+        """Return the code of the ended process, as `Popen.returncode`. It is a zombie until `release` or `close`.
 
         So its pid, which is its session's number, cannot become another process's.
         """
@@ -162,9 +167,17 @@ class LocalProcess(Process):
             return os.waitstatus_to_exitcode(int(process_identity.stat(self.process.pid)[49]))
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
+    def release(self) -> None:
+        """Reap the ended process and close its descriptors, if its session is empty; nothing is signalled any more."""
+        if not self.is_released and not _in_session(self.process.pid):
+            self.close(time.monotonic())
+
     def close(self, until_s: float) -> None:
         """Kill what is left of the session, reap it, close descriptors. Gives up what still runs at *until_s*."""
+        if self.is_released:
+            return
         self.signal_all(signal.SIGKILL)
+        self.is_released = True
         if is_ready(self.pidfd, until_s - time.monotonic()):
             self.process.poll()
         if self.process.returncode is None:
@@ -230,7 +243,7 @@ class LocalProcesses(ProcessHost):
 
     def _start_reaper(self) -> None:
         self._n_reapers += 1
-        self._reaper = _ReaperProcess(self._children)
+        self._reaper = _ReaperProcess([child for child in self._children if not child.is_released])
         self._listen(self._reaper.pidfd, self._replace_reaper)
 
     def _replace_reaper(self) -> Sequence[LocalProcess]:
@@ -246,6 +259,9 @@ class LocalProcesses(ProcessHost):
 
     def start(self, command: Command, out: Sink, err: Sink) -> LocalProcess:
         assert self._reports is not None, "opened"
+        for ended in self._children:  # an elastic job may lose many
+            if ended.code is not None and not self._pipes[ended]:
+                ended.release()
         reports = self._reports.environ(len(self._children))
         child = LocalProcess(msgspec.structs.replace(command, environ={**command.environ, **reports}))
         child.command = command
@@ -308,6 +324,7 @@ class LocalProcesses(ProcessHost):
         assert self._selector is not None, "opened"
         self._selector.unregister(pipe.source)
         self._pipes[child].remove(pipe)
+        pipe.source.close()
 
     def _reap(self, child: LocalProcess) -> Sequence[LocalProcess]:
         assert self._selector is not None, "opened"
@@ -363,9 +380,14 @@ class _ReaperProcess:
 
 def _others_in_session(session: int) -> list[int]:
     """Return the processes of *session* that have left its leader's group, as ``timeout`` does."""
-    return [int(name) for name in os.listdir("/proc")
+    return [pid for pid, group in _in_session(session).items() if group != session]
+
+
+def _in_session(session: int) -> dict[int, int]:
+    """Return the living processes of *session*, and their groups."""
+    return {int(name): int(fields[2]) for name in os.listdir("/proc")
             if name.isdecimal() and (fields := process_identity.stat(int(name))) and fields[0] not in "ZX"
-            and fields[3] == str(session) != fields[2]]
+            and fields[3] == str(session)}
 
 
 class SignalEvents:

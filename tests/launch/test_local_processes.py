@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import time
 
 import pytest
 
-from bpsfast.launch.processes import Command, Kind, LocalProcess, Pipe
+from bpsfast.launch.processes import Command, Kind, LocalProcess, LocalProcesses, Pipe
 
 
 class Echo:
@@ -134,3 +135,38 @@ def test_a_process_that_has_become_another_user_s_is_given_up():
             os.kill(pid, signal.SIGKILL)
     assert launcher.returncode == 128 + signal.SIGTERM, err
     assert "still running 0.5 s after SIGKILL: rank 0; they are left behind" in err
+
+
+class Nowhere:
+    """A sink that forgets all."""
+
+    def feed(self, data: bytes) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(60)
+def test_processes_that_have_ended_cost_nothing_once_another_is_started(no_leaks):
+    """Except one whose session has a process left: its number stays taken."""
+    with selectors.DefaultSelector() as selector, contextlib.closing(LocalProcesses()) as processes:
+        processes.open(selector)
+
+        def started(*argv):
+            child = processes.start(Command("rank 0", Kind.RANK, argv, dict(os.environ)), Nowhere(), Nowhere())
+            return child
+
+        def until_ended(child):
+            while child.code is None or any(not pipe.source.closed for pipe in processes._pipes[child]):
+                for key, _ in selector.select(10.0):
+                    key.data()
+
+        with_rest = started("sh", "-c", "sleep 600 >/dev/null 2>&1 & exit 3")
+        until_ended(with_rest)
+        counts = []
+        for _ in range(4):
+            until_ended(started("true"))
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert len({*counts}) == 1 and with_rest.code == 3 and not with_rest.is_released
+        with_rest.signal_all(signal.SIGKILL)
