@@ -132,6 +132,7 @@ def run_on_hosts(plan: HostsPlan, program: Sequence[str], settings: Settings, ru
         service = ElasticService(chosen, (), security.job_key(key, ""), "")
         stack.callback(service.close)
         service.no_adding = "workers are started by themselves as hosts have free slots, up to --max-ranks"
+        service.start()  # hosts try to reach it
         discovery = None if plan.script is None else stack.enter_context(HostDiscovery(plan.script, plan.slots))
         selector = stack.enter_context(selectors.EpollSelector())
         remote = stack.enter_context(RemoteHosts([], plan.ssh, output))
@@ -148,7 +149,6 @@ def run_on_hosts(plan: HostsPlan, program: Sequence[str], settings: Settings, ru
                            selector=selector, say=output.say, cooldown_s=plan.cooldown_s, discovery=discovery)
         workers, hosts = pool.first(pool.connect_first(n_ranks, chosen.within_s))
         service.expect(chosen, range(len(workers)))
-        service.start()
         return Supervisor(workers, limits=limits, output=output, hosts=hosts, workers=pool).run()
 
 

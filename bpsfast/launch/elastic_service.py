@@ -95,9 +95,9 @@ class ElasticService:
     # -- the launcher's side ---------------------------------------------------------------------------------------
 
     def expect(self, rules: ElasticRules, members: Sequence[int]) -> None:
-        """Replace the rules and the first workers. Before `start`."""
-        self._coordinator = ElasticCoordinator(rules, members)
+        """Set the rules and the first workers, if they were not known at construction, before one is started."""
         self._alive = set(members)
+        self._coordinator = ElasticCoordinator(rules, members)
 
     def start(self) -> None:
         """Begin to answer."""

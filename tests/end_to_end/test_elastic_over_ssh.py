@@ -168,3 +168,47 @@ def test_hosts_that_are_too_few_end_in_words(hosts, job, tmp_path):
     launched = job("-n", "2", "--within", "3")
     assert launched.ends() == 4, launched.text
     assert "StallError: 1 slots are connected after 3 s (--within), and 2 ranks are to begin" in launched.text
+
+
+def test_all_hosts_are_replaced_at_once(hosts, job, tmp_path):
+    listed(tmp_path, "gpu1:2")
+    launched = job("-n", "2", "--lost-worker", "abort")
+    launched.hears(r"worker 0\] on gpu1: 2 ranks, step 0", r"worker 1\] on gpu1: 2 ranks, step 0")
+    listed(tmp_path, "gpu2:2")
+    launched.hears("host gpu1 is not listed any more: worker 0, worker 1 will leave", r"worker 2\] on gpu2: 2 ranks",
+                   r"worker 3\] on gpu2: 2 ranks", "host gpu1 is released")
+    (tmp_path / "stop").touch()
+    assert launched.ends() == 0, launched.text
+    assert launched.text.count("] trained") == 2
+
+
+def test_a_killed_launcher_leaves_nothing_and_the_key_is_in_no_command_line(hosts, trainer, tmp_path):
+    key = "5e" * 32
+    program = [*trainer(TRAIN), str(tmp_path)]
+    with hosts.launch("run", "--elastic", "-H", "gpu1:1,gpu2:1", "--lost-worker", "shrink", *program,
+                      env={"BPSFAST_JOB_KEY": key}) as process:
+        Launched(process).hears(r"worker 0\] on gpu1: 2 ranks, step 0", r"worker 1\] on gpu2: 2 ranks, step 0")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                assert key.encode() not in (folder / "cmdline").read_bytes()
+        process.kill()
+        process.wait(20)
+    assert is_empty(hosts, within_s=20.0)
+
+
+def test_an_unreachable_host_of_a_fixed_list_is_an_error_and_nothing_is_started(hosts, trainer, tmp_path):
+    hosts.stop_sshd("gpu2")
+    try:
+        done = hosts.run("run", "--elastic", "-H", "gpu1:1,gpu2:1", *trainer(TRAIN), str(tmp_path))
+    finally:
+        hosts.start_sshd("gpu2")
+    assert done.returncode == 1 and "gpu2: not reached by ssh" in done.stderr, done.stderr
+    assert not list(tmp_path.glob("pid*")) and is_empty(hosts)
+
+
+@pytest.mark.parametrize("policy", ["abort", "shrink", "wait"])
+def test_a_program_that_fails_on_all_hosts_ends_with_its_exit_code(hosts, trainer, policy):
+    program = trainer("import sys, bpsfast\nbpsfast.init()\nbpsfast.barrier()\nsys.exit(7)\n")
+    done = hosts.run("run", "--elastic", "-H", "gpu1:1,gpu2:1", "--lost-worker", policy, *program)
+    assert done.returncode == 7, done.stderr
+    assert is_empty(hosts)

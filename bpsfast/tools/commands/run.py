@@ -30,7 +30,7 @@ _EXAMPLES = """
     bpsfast run -H gpu01:2,gpu02:2 -- python train.py    on two hosts, by ssh
     bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
     bpsfast run -n 4 --elastic --lost-worker wait -- python train.py
-    bpsfast run --elastic --lost-worker shrink --host-discovery-script ./hosts.sh -- python train.py
+    bpsfast run --elastic --host-discovery-script ./hosts -- python train.py
 """
 _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
             "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control",
