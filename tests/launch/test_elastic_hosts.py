@@ -353,7 +353,7 @@ def test_whatever_happens_no_slot_has_two_workers_and_there_are_not_too_many(pol
             assert job.end(who, {"kill": -9, "fail": 1, "end": 0}[kind])
         elif kind == "order" and policy == "wait":
             for member in job.service.lost:
-                if member in job.service.holders and member not in ordered:
+                if member in job.service.holders and member not in ordered and member not in job.service.told:
                     ordered.add(member)
                     job.pool.take(ReplaceWorker(member))
         elif kind == "form":
