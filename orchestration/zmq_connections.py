@@ -114,6 +114,8 @@ class ZmqHandshakeLimiter:
             self._known.discard(fd)
             if event == zmq.EVENT_ACCEPTED:
                 with contextlib.suppress(OSError), view(fd) as sock:
+                    if sock.family not in (socket.AF_INET, socket.AF_INET6):  # the connection is closed again, and
+                        continue  # its descriptor another one's
                     self._strangers[fd] = address = sock.getpeername()
                     self._limiter.add(fd, host_of(address[0]), time.monotonic())
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import msgspec
 
+from ..base.addresses import is_loopback
 from ..base.job_key import elastic_key, given_key
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
@@ -26,7 +27,7 @@ from ..launch.daemons import clean_environment
 from ..launch.spare_daemons import SpareDaemons
 from ..orchestration import security
 from ..orchestration.elastic import protocol
-from ..orchestration.elastic.protocol import Formed, Over, Refused
+from ..orchestration.elastic.protocol import Dismissed, Formed, Over, Refused
 from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
 from ..trainer import process
 
@@ -54,6 +55,17 @@ class TrainingOver(SystemExit):
         return "the training has ended without this worker, which came too late"
 
 
+class WorkerDismissed(TrainingOver):
+    """The training goes on without this worker, whose host was taken from the job. A SystemExit of code 0, too."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self._reason = reason
+
+    def __str__(self) -> str:
+        return self._reason
+
+
 class CoordinatorClient:
     """This process's connection to the coordinator. Used by the training thread only."""
 
@@ -69,6 +81,8 @@ class CoordinatorClient:
         self._settings = msgspec.structs.replace(settings, coordinator="", member=-1)
         self._node = f"{network_id()} {settings.node_id}"
         host, port = parse_address(settings.coordinator, "BPSFAST_COORDINATOR")
+        #: Where the other machines may be, for a rank that does not know by which address they reach it.
+        self._hint = {} if is_loopback(host) else {"MASTER_ADDR": host}
         self._channel = protocol.connect(host, port, elastic_key(security.job_key(key, "")))
         self._channel.tell(protocol.Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
@@ -77,7 +91,7 @@ class CoordinatorClient:
         self.n_commits = 0
         #: Whether this process has the state of the training: `State.sync` was completed.
         self.has_state = False
-        self._formed: Formed | Refused | Over | None = None
+        self._formed: Formed | Refused | Over | Dismissed | None = None
         self._values: dict[str, str] = {}
         self._void: dict[int, str] = {}
         self._heard_s = 0.0
@@ -85,7 +99,7 @@ class CoordinatorClient:
         #: For the next job, so that it starts sooner.
         self._spares = SpareDaemons()
         self._is_ready = False  # to be let into a running job
-        self._newcomers = 0, 0  # (job, how many wait for it to let them in): what is read late is not of the next one
+        self._newcomers = protocol.Newcomers(0, 0)  # of the job it names: what is read late is not of the next one
         atexit.register(self.close)  # before those of sessions, so that it runs after them
 
     def join(self, n_commits: int = 0, reason: str = "") -> None:
@@ -103,14 +117,14 @@ class CoordinatorClient:
             There is no next job: too many workers were lost ("no quorum") or are late, the launcher is gone or silent,
             or the job could not be formed several times although all workers were there.
         TrainingOver
-            The training has ended meanwhile.
+            The training has ended meanwhile, or goes on without this worker (`WorkerDismissed`).
         """
         tries = 0
         while True:
             formed = self._await_job(n_commits, reason)
             try:
                 place = rendezvous.role_of(_Store(self, formed.job), formed.rank, formed.size, self._settings,
-                                           self._settings.start_timeout_s)
+                                           self._settings.start_timeout_s, {**os.environ, **self._hint})
                 process.begin(msgspec.structs.replace(place, launcher="elastic", spares=self._spares), self._settings,
                               self._why_void)
                 started = [place.starts_scheduler, place.starts_node]
@@ -128,8 +142,12 @@ class CoordinatorClient:
     def newcomers(self) -> int:
         """Return how many workers are known to wait for this rank's job to let them in."""
         self._listen(0.0)
-        job, count = self._newcomers
-        return count if job == self.job else 0
+        return self._newcomers.count if self._newcomers.job == self.job else 0
+
+    def leavers(self) -> int:
+        """Return how many ranks of this rank's job are known to be told to leave it."""
+        self._listen(0.0)
+        return self._newcomers.n_leaving if self._newcomers.job == self.job else 0
 
     def _keep_spares(self, commands: Sequence[str]) -> None:
         self._spares.keep(commands, clean_environment(os.environ))
@@ -177,6 +195,8 @@ class CoordinatorClient:
         found = self._formed
         if isinstance(found, Over):
             raise TrainingOver()
+        if isinstance(found, Dismissed):
+            raise WorkerDismissed(found.reason)
         if isinstance(found, Refused):
             raise error_of(found.error, found.reason)
         self.job, self.lost_worker, self.n_commits = found.job, found.lost_worker, found.n_commits
@@ -204,14 +224,14 @@ class CoordinatorClient:
             match message:
                 case protocol.Wait():
                     self._awaited, self._prepares = message.awaited, message.prepares
-                case Formed() | Refused() | Over():
+                case Formed() | Refused() | Over() | Dismissed():
                     self._formed = message
                 case protocol.Value() if message.job == self.job:
                     self._values[message.key] = message.value
                 case protocol.Void():
                     self._void = {message.job: message.reason}
                 case protocol.Newcomers():
-                    self._newcomers = message.job, message.count
+                    self._newcomers = message
 
     # -- the store of a job ----------------------------------------------------------------------------------------
 

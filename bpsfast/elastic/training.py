@@ -3,8 +3,10 @@
     how a call of train(state) ends         what follows
     it returns on all ranks                 the end
     a worker is lost (`PeerLostError`)      restore the last commit; join the next job; sync; call again
-    workers join (`WorkersJoined`)          join the next job; sync; call again
-    any other exception                     it is raised, and ends the job for all ranks
+    a worker hangs (`StallError`)           the same
+    workers join, or leave with their host  join the next job; sync; call again
+      (`WorkersJoined`)
+    any other exception                     it is raised; the others lose this worker
 """
 from __future__ import annotations
 
@@ -19,16 +21,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..orchestration.errors import BpsError, PeerLostError
+from ..orchestration.errors import BpsError, PeerLostError, StallError
 from ..trainer import process
 from ..trainer.broadcaster import broadcast_bytes
 from ..trainer.handle import push_pull
 from . import drift
-from .coordinator_client import CoordinatorClient, TrainingOver, current_client
+from .coordinator_client import CoordinatorClient, TrainingOver, WorkerDismissed, current_client
 
 
 class WorkersJoined(Exception):
-    """Raised by `State.commit` for `run`: workers wait to join, and all ranks have agreed to admit them now."""
+    """Raised by `State.commit` for `run`: workers wait to join, or are to leave as their host is taken away, and all
+    ranks have agreed to form the next job now.
+    """
 
 
 class State(ABC):
@@ -78,21 +82,22 @@ class State(ABC):
         self.check()
 
     def check(self) -> None:
-        """Admit workers that wait to join. On all ranks, between two steps.
+        """Admit workers that wait to join, and let those go whose host is taken away. On all ranks, between two steps.
 
-        All ranks sum how many waiting workers they know of, so all admit them at the same step, or none does.
+        All ranks sum how many such workers they know of, so all leave the job at the same step, or none does.
 
         Raises
         ------
         WorkersJoined
-            Workers wait. `run` catches it; do not catch it yourself.
+            There are such workers. `run` catches it; do not catch it yourself.
         """
         member = current_client()
         if member is None:
             return
-        heard = np.array([member.newcomers()], np.int64)
+        heard = np.array([member.newcomers() + member.leavers()], np.int64)
         if push_pull(heard, name="bpsfast.elastic/newcomers", average=False)[0]:
-            raise WorkersJoined("workers wait to join: all ranks leave this job at the present step for one with them")
+            raise WorkersJoined("workers wait to join, or are to leave: all ranks leave this job at the present step "
+                                "for the next one")
 
     def check_host_updates(self) -> None:
         """Horovod's name of `check`."""
@@ -241,9 +246,9 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     """Return *train*, whose first argument is a `State`, as a function that survives lost and added workers.
 
     It joins a job if `bpsfast.init` was not called, gives all ranks one state (`State.sync`) and calls *train*. When
-    *train* ends because a worker was lost, the state goes back to the last commit, the survivors form the next job (as
-    the policy of ``bpsfast run --lost-worker`` says), `State.on_reset` is called, and *train* is called again: it has
-    to go on from what is in the state. It returns once *train* has returned on all ranks.
+    *train* ends because a worker was lost or hangs, the state goes back to the last commit, the survivors form the next
+    job (as the policy of ``bpsfast run --lost-worker`` says), `State.on_reset` is called, and *train* is called again:
+    it has to go on from what is in the state. It returns once *train* has returned on all ranks.
 
     Before the first call, and outside of *train*, nothing may be called that waits for other ranks: a worker that is
     started for a lost one runs the same program, and would do so alone.
@@ -300,11 +305,12 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             leaving()
             process.leave()
         except Exception as exc:
-            lost = peer_loss_of(exc)
+            lost = loss_of(exc)
             if lost is None or member.lost_worker == "abort":
                 raise
+            what = "has lost a worker" if isinstance(lost, PeerLostError) else "waits for a worker in vain"
             reason, lost = str(lost), None  # its traceback refers to objects of the job that is left
-            _log.warning("back to the last commit, because the job has lost a worker: %s", reason)
+            _log.warning("back to the last commit, because the job %s: %s", what, reason)
             with contextlib.suppress(BpsError):  # the job cannot be left in order any more
                 leaving()
             process.abandon(reason)
@@ -316,7 +322,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
         try:
             member.join(state.n_commits, reason)
         except TrainingOver as over:
-            if returned:  # another rank knows already that all have come to the end
+            if returned and not isinstance(over, WorkerDismissed):  # another rank knows that all have come to the end
                 return returned[0]
             _log.warning("%s", over)
             raise
@@ -325,9 +331,12 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
         is_further = True
 
 
-def peer_loss_of(exc: BaseException) -> PeerLostError | None:
-    """Return the `PeerLostError` that *exc* is or was raised from; None if there is none."""
+def loss_of(exc: BaseException) -> PeerLostError | StallError | None:
+    """Return the error of a lost worker, or of one that hangs, that *exc* is or was raised from; None if there is none.
+
+    A worker that hangs is not known to be lost. The coordinator ends it if it does not come to the next job in time.
+    """
     found: BaseException | None = exc
-    while found is not None and not isinstance(found, PeerLostError):
+    while found is not None and not isinstance(found, PeerLostError | StallError):
         found = found.__cause__
     return found

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -22,7 +22,7 @@ from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import format_address
 from ..orchestration.wake_up import WakeUp
-from .processes import Command, Process
+from .processes import Command, Process, ProcessHost
 
 _log = logging.getLogger("bpsfast.elastic")
 _MEMBER = "BPSFAST_MEMBER"
@@ -31,6 +31,7 @@ _LOOK_S = 1.0
 #: How long newcomers wait to join for a replacement that has been started, at most.
 _TOGETHER_S = 5.0
 _REASON_LENGTH = 500
+_DISMISSED = "the training goes on without this worker: the list of hosts has no slot for it any more"
 
 
 class ReplaceWorker(NamedTuple):
@@ -52,9 +53,13 @@ class KillWorker(NamedTuple):
 
 
 class StopJob(NamedTuple):
-    """End the job: no next one can be formed. Workers that are connected raise *reason*; there may be none."""
+    """End the job: no next one can be formed. Workers that are connected raise *reason*; there may be none.
+
+    *lost* are the members of the last job that are lost, in the order of their ends.
+    """
 
     reason: str
+    lost: tuple[int, ...] = ()
 
 
 Order = ReplaceWorker | StartWorkers | KillWorker | StopJob
@@ -63,17 +68,20 @@ Order = ReplaceWorker | StartWorkers | KillWorker | StopJob
 class ElasticService:
     """Listens from construction on; `start` begins to answer, `close` ends the thread. Called by the main thread only.
 
-    *members* are the first workers, by rank, *key* is the job's key, *host* an address of this machine for workers.
+    *members* are the first workers, by rank, *key* is the job's key, *host* an address of this machine for workers; "":
+    all addresses.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str) -> None:
         self._coordinator = ElasticCoordinator(rules, members)
         self._server = protocol.listen(elastic_key(key), host)
-        self.address = format_address(host, self._server.port)
+        self.port = self._server.port
+        self.address = format_address(host, self.port)
         self._calls: deque[Callable[[], None]] = deque()
         self._orders: deque[Order] = deque()
         self._wake, self._ordered = WakeUp(), WakeUp()
         self._alive = set(members)
+        self._gone: set[int] = set()  # has ended, or counts as lost
         self._asked: set[int] = set()  # to be replaced or killed, and still open
         self._n_starting = 0  # ordered, and not started yet
         self._told = protocol.Newcomers(0, 0)  # what the members of a job know
@@ -83,10 +91,17 @@ class ElasticService:
         self._stored_nbytes = 0
         self._wanted: dict[str, set[int]] = {}
         self._next_word_s = 0.0
+        #: Why `bpsfast add` adds no workers to this job; "" if it does.
+        self.no_adding = ""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="bpsfast-elastic", daemon=True)
 
     # -- the launcher's side ---------------------------------------------------------------------------------------
+
+    def expect(self, rules: ElasticRules, members: Sequence[int]) -> None:
+        """Set the rules and the first workers, if they were not known at construction, before one is started."""
+        self._alive = set(members)
+        self._coordinator = ElasticCoordinator(rules, members)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -101,25 +116,26 @@ class ElasticService:
         self._ordered.clear()
         return [self._orders.popleft() for _ in range(len(self._orders))]
 
-    def started(self, member: int, instead_of: int | None = None) -> None:
-        """Note that *member* runs, *instead_of* a lost one if given."""
+    def started(self, member: int, instead_of: int | None = None, was_ordered: bool = True) -> None:
+        """Note that *member* runs, *instead_of* a lost one if given. *was_ordered*: by one of `orders`."""
         def enter() -> None:
             self._alive.add(member)
             if instead_of is None:
-                self._n_starting -= 1
+                self._n_starting -= was_ordered
             else:
                 self._asked.discard(instead_of)
                 self._coordinator.replaced(instead_of, member, time.monotonic())
 
         self._run_in_thread(enter)
 
-    def ended(self, member: int, how: str) -> None:
-        """Note that *member* is lost: *how* in words."""
+    def ended(self, member: int, how: str, is_own_failure: bool = False) -> None:
+        """Note that *member* is lost: *how* in words. *is_own_failure*: it ended with an error of its own."""
         def enter() -> None:
             self._alive.discard(member)
+            self._gone.add(member)
             self._asked.discard(member)
             self._preparing.pop(member, None)
-            self._coordinator.ended(member, how, time.monotonic())
+            self._coordinator.ended(member, how, time.monotonic(), is_own_failure)
             if self._coordinator.holds_rank(member):
                 self._void(f"worker {member} {how}")
 
@@ -136,6 +152,13 @@ class ElasticService:
 
         self._run_in_thread(enter)
 
+    def leave(self, members: Sequence[int]) -> None:
+        """Let *members* leave at the next commit, as their host is taken away."""
+        def enter() -> None:
+            self._send(protocol.Dismissed(_DISMISSED), self._coordinator.leave(members))
+
+        self._run_in_thread(enter)
+
     def give_up(self, reason: str) -> None:
         """Form no more jobs: workers that wait or connect later raise *reason*."""
         def enter() -> None:
@@ -148,6 +171,11 @@ class ElasticService:
     def is_over(self) -> bool:
         """Whether the training has ended on all ranks."""
         return self._coordinator.is_over
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no further job is formed."""
+        return self._coordinator.failure is not None
 
     def holds_rank(self, member: int) -> bool:
         """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
@@ -217,6 +245,10 @@ class ElasticService:
 
     def _on_come(self, message: protocol.Come) -> None:
         coordinator, was_running = self._coordinator, self._coordinator.is_running
+        if message.member in self._gone and not coordinator.is_over:  # an old message, or it runs on a lost host
+            reason = f"worker {message.member} counts as lost, and the others go on without it"
+            self._send(protocol.Refused("PeerLostError", reason), [message.member])
+            return
         if self._has_running_job and not message.is_ready and not coordinator.holds_rank(message.member):
             self._preparing[message.member] = message
             self._send(protocol.Wait(coordinator.awaited, prepares=True), [message.member])
@@ -228,25 +260,32 @@ class ElasticService:
             self._send(protocol.Over(), [message.member])
         elif coordinator.failure is not None:
             self._send(protocol.Refused(*coordinator.failure), [message.member])
+        elif coordinator.is_dismissed(message.member):
+            self._send(protocol.Dismissed(_DISMISSED), [message.member])
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
     def _announce(self, now_s: float) -> None:
-        """Tell the members of a running job how many wait to join it, if more do than they know; also those that may
-        still train when the others have come back.
+        """Tell the members of the running job who waits to join and who is to leave, if that has changed.
 
-        A replacement that has been started may still come: for some time they are not told, as one new job is enough
-        for several newcomers.
+        A replacement that has been started may still come: for some time newcomers are not announced, as one new job is
+        enough for several. Members that may still train when the others have come back are told to leave, too.
         """
-        coordinator, told = self._coordinator, self._told
-        known = told.count if told.job == coordinator.number else 0
-        n_newcomers = len(coordinator.newcomers) if self._has_running_job else int(coordinator.is_calling_back)
-        if n_newcomers <= known:
+        coordinator = self._coordinator
+        if coordinator.is_over or coordinator.failure is not None:
+            return
+        if self._told.job != coordinator.number:
+            self._told = protocol.Newcomers(coordinator.number, 0)
+        now = protocol.Newcomers(coordinator.number, int(coordinator.is_calling_back))
+        if coordinator.is_running:
+            now = protocol.Newcomers(coordinator.number, len(coordinator.newcomers), len(coordinator.departing))
+        if now.count <= self._told.count:
             self._newcomers_since_s = now_s
-        elif (coordinator.is_calling_back or not coordinator.is_replacing
-              or now_s - self._newcomers_since_s >= _TOGETHER_S):
-            self._told = protocol.Newcomers(coordinator.number, n_newcomers)
-            self._send(self._told, [holder.member for holder in coordinator.holders])
+        elif coordinator.is_replacing and coordinator.is_running and now_s - self._newcomers_since_s < _TOGETHER_S:
+            now = msgspec.structs.replace(now, count=self._told.count)
+        if now != self._told:
+            self._told = now
+            self._send(now, [holder.member for holder in coordinator.holders])
 
     @property
     def _has_running_job(self) -> bool:
@@ -285,6 +324,8 @@ class ElasticService:
         count = max(0, min(message.count, most - n_workers))
         if self._coordinator.is_over or self._coordinator.failure is not None:
             count, reason = 0, "the training has ended"
+        elif self.no_adding:
+            count, reason = 0, self.no_adding
         else:
             reason = "" if count == message.count else (
                 f"{n_workers} workers run, and the job may have {most} (--max-ranks)")
@@ -307,6 +348,7 @@ class ElasticService:
         self._ask([ReplaceWorker(member) for member in coordinator.to_replace])
 
     def _form(self, form: Form) -> None:
+        self._send(protocol.Dismissed(_DISMISSED), form.dismissed)
         self._store.clear()
         self._stored_nbytes = 0
         self._wanted.clear()
@@ -318,7 +360,7 @@ class ElasticService:
     def _fail(self, fail: Fail) -> None:
         self._coordinator.failure = fail
         self._send(protocol.Refused(*fail), self._coordinator.waiting)
-        self._order(StopJob(fail.reason))
+        self._order(StopJob(fail.reason, self._coordinator.lost))
 
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
@@ -341,6 +383,13 @@ class ElasticService:
             self._server.tell(message, but=self._server.present - {member})  # type: ignore[arg-type]
 
 
+class HasFileno(Protocol):
+    """A descriptor to watch, or an object that has one."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+
+
 def worker(member: int, command: Command) -> Command:
     """Return *command* as that of worker *member*."""
     return msgspec.structs.replace(command, name=f"worker {member}", environ={**command.environ, _MEMBER: str(member)})
@@ -349,6 +398,15 @@ def worker(member: int, command: Command) -> Command:
 def member_of(command: Command) -> int:
     """Return the member number of the worker that *command* starts."""
     return int(command.environ[_MEMBER])
+
+
+def is_own_failure(process: Process) -> bool:
+    """Whether *process* ended with an error of its own, and was not killed or lost with its host.
+
+    A shell or a container around a worker that was killed ends with the code 128 + signal.
+    """
+    code = process.code or 0
+    return code > 0 and not process.is_lost and code - 128 not in signal.valid_signals()
 
 
 class WorkerPool:
@@ -363,28 +421,51 @@ class WorkerPool:
         self._goes_on = goes_on
         self._running = set(self._commands)
         self._next = len(self._commands)
+        self._launches: list[tuple[Command, ProcessHost | None]] = []
         self.fileno, self.orders, self.give_up = service.fileno, service.orders, service.give_up
 
-    def commands(self, order: ReplaceWorker | StartWorkers) -> list[Command]:
-        """Return what *order* starts: a lost worker's program on its node, or workers on the nodes with the fewest."""
+    @property
+    def sources(self) -> Sequence[tuple[HasFileno, Callable[[], object]]]:
+        """What to watch beside `fileno`: descriptors that become readable, and what to call then, before `step`."""
+        return ()
+
+    def step(self, now_s: float) -> float:
+        """Do what is due while the job runs; return when to call again. New workers are in `launches` then."""
+        return float("inf")
+
+    def launches(self) -> list[tuple[Command, ProcessHost | None]]:
+        """Return the workers to start now, and where (None: here), since the last call. They count as running."""
+        found, self._launches = self._launches, []
+        return found
+
+    def adopted(self) -> list[ProcessHost]:
+        """Return hosts that were connected since the last call, to open."""
+        return []
+
+    def released(self) -> list[ProcessHost]:
+        """Return hosts that are not used any more, since the last call, to close: that does not block."""
+        return []
+
+    def take(self, order: ReplaceWorker | StartWorkers) -> None:
+        """Carry out *order*: start a lost worker's program on its node, or workers on the nodes with the fewest."""
         if isinstance(order, ReplaceWorker):
-            return [self._another(self._commands[order.member], order.member)]
-        return [self._another(self._least_used()) for _ in range(order.n_workers)]
+            self._start(self._commands[order.member], order.member)
+        else:
+            for _ in range(order.n_workers):
+                self._start(self._least_used())
 
     def has_ended(self, process: Process) -> bool:
         """Note that *process* has ended; return whether the job goes on without it.
 
-        It does if the worker was killed before the training was over, or if its shell or wrapper reports that by exit
-        code 128 + signal. An error of the worker ends the job. After the training, the end of a worker that was not in
-        the last job does not matter.
+        With a policy for lost workers it does until the training is over, unless no worker is left, which the
+        coordinator finds. After the training, the end of a worker that was not in the last job does not matter.
         """
         member, code = member_of(process.command), process.code
-        was_killed = code is not None and (code < 0 or code - 128 in signal.valid_signals())
         self._running.discard(member)
         if code == 0 or self.is_superfluous(process):
             self._service.left(member)
-        elif was_killed and self._goes_on and not self._service.is_over:
-            self._service.ended(member, process.end_in_words())
+        elif self._goes_on and not self._service.is_over:
+            self._service.ended(member, process.end_in_words(), is_own_failure(process))
         else:
             self.give_up(f"{process.command.name} {process.end_in_words()}")
             return False
@@ -394,13 +475,20 @@ class WorkerPool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
         return self._service.is_over and not self._service.holds_rank(member_of(process.command))
 
-    def _another(self, like: Command, instead_of: int | None = None) -> Command:
-        """Return the command of a new worker, and note that it runs."""
+    def outlives(self, process: Process) -> None:
+        """Note that *process* was killed because it was absent, and does not end: it is lost all the same."""
+        self._running.discard(member_of(process.command))
+        self._service.ended(member_of(process.command), "does not end after SIGKILL")
+
+    def _start(self, like: Command, instead_of: int | None = None, host: ProcessHost | None = None,
+               was_ordered: bool = True) -> int:
+        """Add a new worker to `launches`, and return its number."""
         member, self._next = self._next, self._next + 1
         self._commands[member] = worker(member, like)
         self._running.add(member)
-        self._service.started(member, instead_of)
-        return self._commands[member]
+        self._service.started(member, instead_of, was_ordered)
+        self._launches.append((self._commands[member], host))
+        return member
 
     def _least_used(self) -> Command:
         """Return a command of the node with the fewest workers, the first of these."""

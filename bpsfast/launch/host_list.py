@@ -1,10 +1,12 @@
-"""Parse the hosts of a job, and their numbers of ranks, from ``-H`` and hostfiles in Horovod's and MPI's syntax.
+"""Parse the hosts of a job, and their numbers of ranks, in Horovod's and MPI's syntax: ``-H``, hostfiles, scripts.
 
     -H gpu01:4,user@gpu02:4,[fd00::3]:2     a host without :N has one slot
 
     gpu01 slots=4        # a hostfile; comments and empty lines do not count
     user@gpu02:4
     fd00::3 slots = 2    # an IPv6 address needs brackets only before a colon
+
+A script that lists hosts (`listed`) prints ``host`` or ``host:N`` on each line, as for Horovod.
 
 If a hostfile names a host on several lines, its slots are added up, as by Open MPI: ``$PBS_NODEFILE`` and
 ``$LSB_DJOB_HOSTFILE`` have a line for each slot. ``-H`` may name a host once.
@@ -86,6 +88,15 @@ def read(path: Path) -> list[Host]:
     return _added_up(found, f"--hostfile {path}")
 
 
+def listed(text: str, slots: int, where: str) -> list[Host]:
+    """Return the hosts that a script has printed, ``host`` (with *slots* slots) or ``host:N`` on a line; maybe none.
+
+    *where* names the script. Raises `ConfigError` if a line is invalid, or a host is named twice.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    return _once([_host(line, f"{where}, line {number}", slots) for number, line in lines if line], where)
+
+
 def with_own(hosts: Sequence[Host]) -> list[Host]:
     """Return *hosts*, with names and addresses of this machine marked (`is_own`), which need no ssh.
 
@@ -144,11 +155,11 @@ def assign(hosts: Sequence[Host], n_ranks: int | None) -> list[Host]:
     return filled
 
 
-def _host(text: str, where: str) -> Host:
-    """Return the host in ``host[:slots]``."""
+def _host(text: str, where: str, default: int = 1) -> Host:
+    """Return the host in ``host[:slots]``, with *default* slots if there is no number."""
     name, colon, slots = text.rpartition(":")
     if not colon or text.endswith("]"):
-        return Host(_name(text, where))
+        return Host(_name(text, where), default)
     if ":" in name and "]" not in text:
         raise ConfigError(f"{where}: {text!r} may be an IPv6 address or one with slots: write [{text}] or "
                           f"[{name}]:{slots}")

@@ -31,7 +31,9 @@ from .ssh import Ssh
 
 #: From the start of ssh to the agent's first message: connecting, login scripts, Python.
 AGENT_TIMEOUT_S = 60.0
-_ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
+#: How long an ssh whose output has ended may take to end, and the interval of checks.
+SSH_END_S, LOOK_S = 2.0, 0.02
 _LOOPBACK = "127.0.0.1"
 
 
@@ -54,6 +56,18 @@ class RemoteHosts(Closing):
             self.close()
             raise
 
+    def add(self, host: Host, output: Output) -> RemoteHost:
+        """Begin to connect another host, without blocking; whoever calls this waits for its agent."""
+        if not host.is_here:
+            self._ssh.check()
+        added = RemoteHost(host, self._ssh, output)
+        self.hosts.append(added)
+        return added
+
+    def forget(self, host: RemoteHost) -> None:
+        """Forget *host*, which the caller closes."""
+        self.hosts.remove(host)
+
     def connect(self) -> None:
         """Wait until every host has an agent of this version in the working directory.
 
@@ -70,7 +84,7 @@ class RemoteHosts(Closing):
         """Return the answer of each of *hosts* to *message*."""
         for host in hosts:
             host.send(message)
-        self._until(lambda host: bool(host.answers), hosts, _ANSWER_TIMEOUT_S)
+        self._until(lambda host: bool(host.answers), hosts, ANSWER_TIMEOUT_S)
         return [host.answers.pop(0) for host in hosts]
 
     def scheduler_address(self, address_wanted: str = "") -> tuple[str, int]:
@@ -138,7 +152,7 @@ class RemoteHosts(Closing):
     def _send_pulse(self) -> None:
         """Send `Alive` to the agents at intervals."""
         while not self._is_over.wait(PULSE_S):
-            for host in self.hosts:
+            for host in list(self.hosts):  # the main thread may add some
                 host.send(messages.Alive())
 
     def _until(self, is_done: Callable[[RemoteHost], bool], hosts: Sequence[RemoteHost], timeout_s: float) -> None:
@@ -161,7 +175,7 @@ class RemoteHosts(Closing):
                     with contextlib.suppress(KeyError):
                         selector.unregister(host.connection.source)
         if failed:
-            raise _together([failed[host] for host in hosts if host in failed], len(self.hosts))
+            raise together([failed[host] for host in hosts if host in failed], len(self.hosts))
 
 
 def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:
@@ -171,7 +185,7 @@ def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:
         failed[host] = exc
 
 
-def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
+def together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
     """Return one error for the *errors* of several hosts."""
     if len(errors) == 1:
         return errors[0]
@@ -185,8 +199,6 @@ def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
 SILENCE_S = 30.0
 #: How long an agent may take to end its processes after its connection was closed.
 _END_S = 6.0
-#: How long an ssh whose output has ended may take to end, and the interval of checks.
-_SSH_END_S, _LOOK_S = 2.0, 0.02
 
 
 class RemoteProcess(Process):
@@ -211,14 +223,15 @@ class RemoteHost(ProcessHost):
     """A `processes.ProcessHost` by ssh. Created in the main thread, as ssh dies with the thread that started it; owner
     thread only.
 
-    `agent` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
+    `agent` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not;
+    `why_lost`: the reason alone. Until
     `open`, the owner calls `receive` when `connection.source` is readable, and `on_errors` when `stderr` is.
     """
 
     def __init__(self, host: Host, ssh: Ssh, output: Output) -> None:
         self.host = host
         self.agent: messages.Here | None = None
-        self.lost = ""
+        self.lost = self.why_lost = ""
         self.answers: list[Any] = []
         self._ssh = ssh
         self._processes: list[RemoteProcess] = []
@@ -279,9 +292,14 @@ class RemoteHost(ProcessHost):
         Raises `BpsError` if there is no agent, it has another version, or it has ended; the text says why.
         """
         try:
-            received = self.connection.receive()
+            self.receive_if_any()
         except EOFError:
-            raise self._why_it_ended() from None
+            raise self.why_it_ended() from None
+
+    def receive_if_any(self) -> None:
+        """As `receive`, but raises `EOFError` if the agent has ended: ssh is about to end, see `why_it_ended`."""
+        try:
+            received = self.connection.receive()
         except ProtocolError as exc:
             raise ProtocolError(f"{self.host.name}: {exc}") from exc
         for message in received:
@@ -302,7 +320,13 @@ class RemoteHost(ProcessHost):
                               "overloaded, or its file system stuck?")
         return self._ssh.late(self.host, timeout_s, self.connection.noise)
 
-    def _why_it_ended(self, timeout_s: float = _SSH_END_S) -> BpsError:
+    @property
+    def has_ended(self) -> bool:
+        """Whether ssh has ended, so that `close` does not block."""
+        return self._process.poll() is not None
+
+    def why_it_ended(self, timeout_s: float = SSH_END_S) -> BpsError:
+        """Return the error that there is no agent any more; wait for ssh's end, and kill ssh after *timeout_s*."""
         code = self._wait(timeout_s)
         with contextlib.suppress(BlockingIOError):
             while self._take_errors():
@@ -342,8 +366,8 @@ class RemoteHost(ProcessHost):
             return math.inf, ()
         if self._ssh_ends_by_s < math.inf:
             if self._process.poll() is None and now_s < self._ssh_ends_by_s:
-                return now_s + _LOOK_S, ()
-            return math.inf, self._lose(str(self._why_it_ended(0.0)))
+                return now_s + LOOK_S, ()
+            return math.inf, self._lose(str(self.why_it_ended(0.0)))
         if now_s >= self._last_received_s + SILENCE_S:
             if not is_ready(self.connection.source, 0.0):
                 return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
@@ -375,9 +399,19 @@ class RemoteHost(ProcessHost):
         if self.agent is None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """End ssh at once; an agent whose connection is gone ends what it has started."""
+        if not self.has_ended:
+            self._process.kill()
+
     def close(self) -> None:
         self.begin_close()
         assert self._closing_since_s is not None
+        watched = None if self._selector is None else self._selector.get_map()  # None, too, once it is closed
+        if watched is not None and self._selector is not None and not self._stdout.closed:
+            for watched_source in (self.connection.source, self.stderr):
+                if watched_source in watched:
+                    self._selector.unregister(watched_source)
         deadline = self._closing_since_s + _END_S
         with selectors.DefaultSelector() as ends:
             if not self._stdout.closed:
@@ -402,7 +436,7 @@ class RemoteHost(ProcessHost):
         except EOFError:  # ssh is about to print why: `tick` waits for that
             assert self._selector is not None, "opened"
             self._selector.unregister(self.connection.source)
-            self._ssh_ends_by_s = self._last_received_s + _SSH_END_S
+            self._ssh_ends_by_s = self._last_received_s + SSH_END_S
             return ()
         except ProtocolError as exc:
             return self._lose(str(exc))
@@ -424,7 +458,7 @@ class RemoteHost(ProcessHost):
     def _lose(self, why: str) -> list[RemoteProcess]:
         """Mark the host as lost; its agent, if alive, ends what runs there. Return the processes that were running."""
         assert self._selector is not None
-        self.lost = f"was lost with its host {self.host.name} ({why})"
+        self.why_lost, self.lost = why, f"was lost with its host {self.host.name} ({why})"
         for source in (self.connection.source, self.connection.target):
             if source in self._selector.get_map():
                 self._selector.unregister(source)

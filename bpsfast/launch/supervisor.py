@@ -25,7 +25,7 @@ import msgspec
 from ..base import logs
 from ..base.end_reports import EndTiming
 from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .elastic_service import KillWorker, StopJob, WorkerPool, member_of
+from .elastic_service import KillWorker, StopJob, WorkerPool, is_own_failure, member_of
 from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
 from .processes import (
     AFTER_SIGKILL_S,
@@ -73,9 +73,9 @@ class Supervisor:
 
     *commands* are in the order of starting; at least one is of kind RANK. *output* takes the lines; the caller closes
     it. *hosts* has the host of each command, which `run` opens and closes; None: all on this machine. With the
-    *workers* of an elastic job, *commands* are the first ones, and more may follow, on this machine. *restarts*: how
-    many lost helpers, in all, are started again to join the running job. *min_workers*: fewest ranks with which the job
-    goes on after it has lost ranks, or nodes with ranks (`Command.node`); None: every such loss ends it.
+    *workers* of an elastic job, *commands* are the first ones, and more may follow, also on other hosts. *restarts*:
+    how many lost helpers, in all, are started again to join the running job. *min_workers*: fewest ranks with which the
+    job goes on after it has lost ranks, or nodes with ranks (`Command.node`); None: every such loss ends it.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
@@ -102,6 +102,7 @@ class Supervisor:
         self._given_up: set[Process] = set()  # running even after SIGKILL
         self._lost: list[Process] = []  # the job goes on without these
         self._has_no_next_job = False  # the elastic service forms no further job
+        self._killed: dict[Process, float] = {}  # absent workers that were killed -> when their end is due
         self._is_joined = False  # a rank has joined the job
         self._stopped: tuple[str, int] | None = None  # reason and exit code, if the launcher ends the job
         self._told_s: float | None = None  # when the launcher got its first signal
@@ -138,6 +139,8 @@ class Supervisor:
         if self._workers is not None:
             self._selector.register(self._workers.fileno(), selectors.EVENT_READ,
                                     functools.partial(self._on_orders, self._workers))
+            for source, handler in self._workers.sources:
+                self._selector.register(source, selectors.EVENT_READ, handler)
         for command, host in zip(self._commands, self._by_command):
             self._launch(command, host)
 
@@ -180,10 +183,12 @@ class Supervisor:
     def _step(self) -> None:
         now = time.monotonic()
         next_s = float("inf")
-        for host in self._hosts:
+        for host in list(self._hosts):
             due_s, ended = host.tick(now)
             self._have_ended(ended)
             next_s = min(next_s, now if ended else due_s)  # it may have been the last
+        if self._workers is not None:
+            next_s = min(next_s, self._attend_to(self._workers, now))
         if self._deadline is not None:  # which the ends above may have set
             next_s = min(next_s, self._deadline)
         set_watched(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
@@ -327,6 +332,35 @@ class Supervisor:
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._lost for process in ranks)
 
+    def _attend_to(self, workers: WorkerPool, now: float) -> float:
+        """Start the workers that are to start, drop hosts that are not used any more; return when to call again."""
+        next_s = workers.step(now) if self._phase == "run" else float("inf")
+        for new in workers.adopted():
+            if new not in self._hosts:
+                new.open(self._events)
+                self._hosts.append(new)
+        for command, chosen in workers.launches():
+            if self._phase != "run":
+                continue
+            host = self._hosts[0] if chosen is None else chosen
+            self._output.say(f"{command.name} is started")
+            self._launch(command, host)
+        for old in workers.released():
+            if old in self._hosts:
+                self._take_reports()
+                self._hosts.remove(old)
+            old.close()
+        for process, due_s in list(self._killed.items()):
+            if process.code is not None or now >= due_s:
+                del self._killed[process]
+                if process.code is None:
+                    self._output.say(f"{process.command.name} runs {AFTER_SIGKILL_S:g} s after SIGKILL: it counts as "
+                                     "lost, and is left behind")
+                    self._given_up.add(process)
+                    self._lost.append(process)
+                    workers.outlives(process)
+        return min([next_s, *self._killed.values()])
+
     def _on_orders(self, workers: WorkerPool) -> None:
         for order in workers.orders():
             if self._phase != "run":
@@ -334,16 +368,19 @@ class Supervisor:
             if isinstance(order, StopJob):
                 self._output.say(f"no further job: {order.reason}")
                 self._has_no_next_job = True
+                self._failed_s = time.monotonic()
+                for process in self._lost:  # if the program itself failed everywhere, its exit code is the job's
+                    if member_of(process.command) in order.lost and is_own_failure(process):
+                        self._failures.add(process)
                 self._enter("failed")
             elif isinstance(order, KillWorker):
                 for process in self._processes:
                     if process.code is None and member_of(process.command) == order.member:
                         self._output.say(f"{process.command.name} has not joined the others in time: ending it")
                         process.signal_all(signal.SIGKILL)
+                        self._killed[process] = time.monotonic() + AFTER_SIGKILL_S
             else:
-                for command in workers.commands(order):
-                    self._output.say(f"{command.name} is started")
-                    self._launch(command, self._hosts[0])
+                workers.take(order)
 
     def _enter(self, phase: str) -> None:
         limits = self._limits

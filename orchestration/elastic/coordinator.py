@@ -7,7 +7,16 @@ members of a job are the *holders* of its ranks, in the order of ranks.
     policy    a lost member               the next job is complete when                    else, by the deadline
     abort     ends everything             (no member is lost, and all have come)           -
     shrink    is left out                 all others have come; they are a majority        absent members are ended
-    wait      another takes its rank      every rank is taken                              StallError
+    wait      another takes its rank      every rank is taken                              absent members are ended;
+                                                                                           then StallError
+
+A member is lost if its process is killed or fails, if its host is lost, or if it was ended because it was absent. If
+all members of a job fail by themselves, the program is wrong, and there is no next job.
+
+Members may be told to *leave*, as their host is taken away. The members of the running job that are to leave go with
+all others to the next job, which is formed without them, once the ranks agree (`departing`): no step is lost, and they
+end well. They stay in the job while those who would be left have no state, or are fewer than `min_ranks`; newcomers get
+further ranks meanwhile, so a job has more than `max_ranks` members until these have the state.
 
 *A job that goes on* (the setting on_worker_loss = continue) finishes its step without a lost member, and is not ended
 here: a replacement gets the lost member's rank when the job lets it in, and nobody waits for one that has not come. A
@@ -19,8 +28,9 @@ size (min_workers) of its own.
 process, which all must reach, so two halves of a job can never both go on; a majority is required because a job that
 has lost most of itself should not silently train on. Under every policy a member that has the state must be left.
 
-Jobs may end although no member is lost: a link fails, a limit is too low. If the same happens again and again, without
-a commit in between, another job will not help: after `MOST_FRUITLESS` of them there is none.
+Jobs may end although no member is lost: a link fails, a limit is too low. Or a member fails by itself, and so does the
+one that is started for it. If the same happens again and again, without a commit in between, another job will not help:
+after `MOST_FRUITLESS` of them there is none.
 """
 from __future__ import annotations
 
@@ -30,7 +40,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 LostWorker = Literal["abort", "shrink", "wait"]
-#: The most jobs in a row that may fail without a lost member and without a commit.
+#: The most jobs in a row that may fail without a commit, and without a lost member that did not fail by itself.
 MOST_FRUITLESS = 3
 _MOST_NAMES = 8
 
@@ -58,10 +68,15 @@ class RankHolder(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The next job: its number, its members by rank, and how often the one with most commits has committed."""
+    """The next job.
+
+    Its number, its members by rank, those that have left the last job as they were told, and how often the one of its
+    members has committed that has most commits.
+    """
 
     number: int
     members: tuple[int, ...]
+    dismissed: tuple[int, ...] = ()
     n_commits: int = 0
 
 
@@ -103,6 +118,8 @@ class ElasticCoordinator:
         self._n_commits = 0  # of the training, as far as arrived members have told
         self._n_commits_before = 0  # when the last job was formed
         self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
+        self._own_failures: set[int] = set()  # lost holders that failed by themselves
+        self._leaving: set[int] = set()  # members that are to leave
         self._n_fruitless = 0  # jobs in a row
 
     def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
@@ -112,6 +129,8 @@ class ElasticCoordinator:
         *has_state*: it has the state of the training, which has had *n_commits* commits. *reason*: why its last job has
         failed, if it has.
         """
+        if self.is_dismissed(member):
+            return
         self._come[member] = node
         self._n_commits = max(self._n_commits, n_commits)
         self._commits_of[member] = n_commits
@@ -125,17 +144,40 @@ class ElasticCoordinator:
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
 
-    def ended(self, member: int, how: str, now_s: float) -> None:
-        """Note that *member*'s process was lost: *how* in words."""
+    def ended(self, member: int, how: str, now_s: float, is_own_failure: bool = False) -> None:
+        """Note that *member*'s process was lost: *how* in words.
+
+        *is_own_failure*: it ended with an error of its own.
+        """
         self._come.pop(member, None)
         self._with_state.discard(member)
         self._commits_of.pop(member, None)
         self._instead = {holder: other for holder, other in self._instead.items() if other != member}
         if self.holds_rank(member):
             self._lost[member] = how
+            if is_own_failure:
+                self._failed[member] = how
+                self._own_failures.add(member)
             if not self._goes_on():
                 self.is_running = False
                 self._began_s = now_s
+
+    def leave(self, members: Iterable[int]) -> tuple[int, ...]:
+        """Note that *members* are to leave as soon as the others can go on without them (`departing`).
+
+        Returns those that have come and have no rank, who need not wait.
+        """
+        told = set(members)
+        self._leaving |= told
+        self._instead = {holder: other for holder, other in self._instead.items() if other not in told}
+        dismissed = tuple(member for member in self.waiting if self.is_dismissed(member))
+        for member in dismissed:
+            del self._come[member]
+        return dismissed
+
+    def is_dismissed(self, member: int) -> bool:
+        """Whether *member* is to leave, and has no rank that would keep it."""
+        return member in self._leaving and not self.holds_rank(member)
 
     def left(self, member: int) -> None:
         """Note that *member*'s process has ended well. If all have, there is nothing left to join."""
@@ -152,7 +194,7 @@ class ElasticCoordinator:
     def replaced(self, member: int, by: int, now_s: float) -> None:
         """Note that *by* was started for the lost *member*."""
         self.n_replaced += 1
-        if member not in self._lost:  # a job was formed without it: *by* joins as any other newcomer
+        if member not in self._lost:  # a job was formed meanwhile, and *by* joins as any other newcomer
             return
         self._instead[member] = by
         if not self.is_running:
@@ -161,6 +203,27 @@ class ElasticCoordinator:
     def holds_rank(self, member: int) -> bool:
         """Whether *member* is in the last job, or is to be in the first."""
         return any(holder.member == member for holder in self.holders)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The members of the last job that are lost, in the order of their ends."""
+        return tuple(self._lost)
+
+    @property
+    def departing(self) -> tuple[int, ...]:
+        """The members of the last job that the next one is formed without, because they are to leave.
+
+        None while those who would be left have no state, or are fewer than `min_ranks` with the newcomers.
+        """
+        survivors = [holder.member for holder in self._survivors()]
+        staying = [member for member in survivors if member not in self._leaving]
+        others = sum(not self.holds_rank(member) for member in self._come)
+        if not staying or len(staying) + others < self.rules.min_ranks:
+            return ()
+        if not self.is_running and self._has_begun and not any(
+                member in self._with_state or member not in self._come for member in staying):
+            return ()
+        return tuple(member for member in survivors if member in self._leaving)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -201,7 +264,7 @@ class ElasticCoordinator:
         """The lost members for which another is to be started now."""
         if self.rules.lost_worker != "wait" or self.is_over or self.failure is not None:
             return ()
-        found = [member for member in self._lost if member not in self._instead]
+        found = [member for member in self._lost if member not in self._instead and member not in self._leaving]
         return tuple(found[: max(0, self.rules.max_replaced - self.n_replaced)])
 
     @property
@@ -230,7 +293,8 @@ class ElasticCoordinator:
             return Fail("PeerLostError", f"{self._losses()}; the policy for lost workers is abort")
         survivors = self._survivors()
         if self.number == 0:  # no member has a state yet
-            return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
+            can_go_on = survivors or (self.rules.lost_worker == "wait" and not self._own_failures >= set(self._lost))
+            return None if can_go_on else Fail("PeerLostError", self._losses())
         if not survivors:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
         if self._has_begun and all(holder.member in self._come and holder.member not in self._with_state
@@ -238,7 +302,9 @@ class ElasticCoordinator:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: the others were not given the state yet")
         if self.rules.goes_on:
             return None
-        before, after = ({holder.node for holder in holders} for holders in (self.holders, survivors))
+        is_some_left = any(holder.member not in self._leaving for holder in survivors)
+        before, after = ({holder.node for holder in holders if not (is_some_left and holder.member in self._leaving)}
+                         for holders in (self.holders, survivors))
         if self.rules.lost_worker == "shrink" and 2 * (len(after) + 1) <= len(before) + 1:
             return Fail("PeerLostError", f"no quorum: {self._losses()}; ranks are left on {len(after)} of "
                                          f"{len(before)} nodes, which with the launcher are {len(after) + 1} of "
@@ -252,7 +318,7 @@ class ElasticCoordinator:
         if absent or open_ranks:
             if not is_due:
                 return None
-            if absent and self.rules.lost_worker == "shrink" and self.number:
+            if absent and self.rules.lost_worker != "abort" and self.number:
                 return Exclude(absent)
             return Fail("StallError", f"the next job was not complete within {self.rules.within_s:g} s: "
                                       f"{self._who_is_missing(absent, open_ranks)}")
@@ -261,22 +327,29 @@ class ElasticCoordinator:
             return Fail("StallError", f"no quorum: {len(order)} ranks have come within {self.rules.within_s:g} s, "
                                       f"min_ranks is {self.rules.min_ranks} ({self._losses()})") if is_due else None
         if self._n_fruitless + self._was_fruitless(order) > MOST_FRUITLESS:
+            though = "as workers failed by themselves" if self._lost else "though no worker was lost"
             return Fail("StallError", f"{self._n_fruitless + 1} jobs in a row have failed, the last one number "
-                                      f"{self.number}, though no worker was lost, and without a commit: " + _listed(
+                                      f"{self.number}, {though}, and without a commit: " + _listed(
                 f"worker {member}: {why}" for member, why in sorted(self._failed.items())))
-        return Form(self.number + 1, order, max(self._commits_of.get(member, 0) for member in order))
+        return Form(self.number + 1, order, self.departing,
+                    max(self._commits_of.get(member, 0) for member in order))
 
     def _was_fruitless(self, order: Sequence[int]) -> bool:
         """Whether the last job has failed, and the next one, of *order*, would be no better as far as is known."""
-        return (bool(self._failed) and not self._lost and all(self.holds_rank(member) for member in order)
+        known = {*(holder.member for holder in self.holders), *self._instead.values()}
+        return (bool(self._failed) and self._own_failures >= set(self._lost) and known >= set(order)
                 and self._n_commits <= self._n_commits_before)
 
     def _enter(self, form: Form) -> None:
         self._n_fruitless = self._n_fruitless + 1 if self._was_fruitless(form.members) else 0
         self._n_commits_before = self._n_commits
         self._failed.clear()
+        self._own_failures.clear()
         self.number, self.is_running, self._began_s = form.number, True, None
         self.holders = tuple(RankHolder(member, self._come.pop(member)) for member in form.members)
+        for member in form.dismissed:
+            self._come.pop(member, None)
+            self._with_state.discard(member)
         self._lost.clear()
         self._left.clear()
         self._instead.clear()
@@ -286,12 +359,13 @@ class ElasticCoordinator:
         spare = [member for member in self.waiting if not self.holds_rank(member)
                  and member not in self._instead.values()]
         places: list[int | None] = []
+        departing = self.departing
         for member, _ in self.holders:
-            if member in self._left:
+            if member in self._left or member in departing:
                 continue
             if member not in self._lost:
                 places.append(member)
-            elif self.rules.lost_worker == "wait":
+            elif self.rules.lost_worker == "wait" and member not in self._leaving:
                 meant = self._instead.get(member)
                 if meant in self._come:
                     places.append(meant)
@@ -307,9 +381,13 @@ class ElasticCoordinator:
 
     def _joining(self) -> tuple[int, ...]:
         """Return the members that get further ranks."""
-        taken = self._places()
-        return tuple(member for member in self.waiting if member not in taken
-                     and member not in self._instead.values())[: max(0, self.rules.max_ranks - len(taken))]
+        taken, departing = self._places(), self.departing
+        return tuple(member for member in self.waiting if member not in taken and member not in departing
+                     and member not in self._instead.values())[: self._n_open(taken)]
+
+    def _n_open(self, places: Sequence[int | None]) -> int:
+        """Return how many newcomers may get further ranks beside *places*; those that are to leave make room."""
+        return max(0, self.rules.max_ranks - sum(member not in self._leaving for member in places))
 
     def _survivors(self) -> list[RankHolder]:
         return [holder for holder in self.holders if holder.member not in {*self._lost, *self._left}]

@@ -119,11 +119,18 @@ class Void(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Dismissed(msgspec.Struct, tag=True, frozen=True):
+    """The coordinator tells a worker that the training goes on without it, as it was told to leave: *reason*."""
+
+    reason: str
+
+
 class Newcomers(msgspec.Struct, tag=True, frozen=True):
-    """The coordinator tells that *count* members wait to join those of *job*."""
+    """The coordinator tells that *count* members wait to join those of *job*, and that *n_leaving* are to leave it."""
 
     job: int
     count: int
+    n_leaving: int = 0
 
 
 class Value(msgspec.Struct, tag=True, frozen=True):
@@ -135,7 +142,7 @@ class Value(msgspec.Struct, tag=True, frozen=True):
 
 
 _to_coordinator = msgspec.msgpack.Decoder(Hello | Come | Prepared | Done | Put | Want | Add)
-_to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Wait | Void | Newcomers | Value | Added)
+_to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Dismissed | Wait | Void | Newcomers | Value | Added)
 
 
 def stored_nbytes(key: str, value: str) -> int:

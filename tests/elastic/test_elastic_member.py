@@ -13,11 +13,18 @@ import pytest
 
 from bpsfast.base.settings import load
 from bpsfast.elastic import coordinator_client as client_module
-from bpsfast.elastic.coordinator_client import CoordinatorClient, TrainingOver, current_client, open_client
+from bpsfast.elastic.coordinator_client import (
+    CoordinatorClient,
+    TrainingOver,
+    WorkerDismissed,
+    current_client,
+    open_client,
+)
 from bpsfast.launch import elastic_service
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.protocol import (
     Come,
+    Dismissed,
     Done,
     Formed,
     Hello,
@@ -63,6 +70,17 @@ def known(fake, end):
 def test_who_was_not_started_as_a_worker_is_told_so(no_leaks, missing):
     with pytest.raises(ConfigError, match="workers of an elastic job are started by `bpsfast run --elastic` or"):
         CoordinatorClient(load({"coordinator": "127.0.0.1:1", "job_key": KEY.hex(), "member": 0, **missing}, {}))
+
+
+def test_a_worker_that_is_to_leave_is_told_so_and_ends_well(known):
+    fake, member = known
+    fake.say(Newcomers(1, 0, 5), Newcomers(0, 0, 2))
+    until(member, lambda: member.leavers() == 2)
+    assert member.newcomers() == 0
+    fake.say(Dismissed("its host is taken away"))
+    with pytest.raises(WorkerDismissed, match="its host is taken away") as caught:
+        member.join()
+    assert caught.value.code == 0 and isinstance(caught.value, TrainingOver)
 
 
 # -- the next job ------------------------------------------------------------------------------------------------------

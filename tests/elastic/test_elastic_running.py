@@ -8,7 +8,7 @@ import pytest
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.coordinator_client import TrainingOver, current_client, open_client
+from bpsfast.elastic.coordinator_client import TrainingOver, WorkerDismissed, current_client, open_client
 from bpsfast.elastic.training import run_in_jobs
 from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
 from bpsfast.orchestration.errors import PeerLostError, StallError
@@ -123,6 +123,21 @@ def test_a_lost_worker_leads_back_to_the_last_commit_in_the_next_job(begun, capl
     assert "back to the last commit, because the job has lost a worker: rank 1 is gone" in caplog.text
 
 
+def test_a_worker_that_hangs_leads_back_to_the_last_commit_as_a_lost_one(begun, caplog):
+    job = begun(lost_worker="wait")
+
+    def wait_in_vain(state):
+        state.step += 1
+        state.save()
+        state.step += 10
+        raise StallError("rank 1 has not pushed")
+
+    training = Training(wait_in_vain, finish)
+    assert training.run(job.state) == 101
+    assert (training.steps, training.jobs, job.joined) == ([0, 1], [1, 2], [(2, "rank 1 has not pushed")])
+    assert "because the job waits for a worker in vain: rank 1 has not pushed" in caplog.text
+
+
 def test_a_part_of_an_api_ends_with_each_job_and_begins_in_the_next_also_if_it_cannot_end_in_order(begun):
     job, seen = begun(), []
 
@@ -186,7 +201,7 @@ def test_a_loss_before_the_training_function_is_called_is_as_any_other_and_may_b
 
 def test_what_is_the_programs_own_is_raised(begun):
     job = begun()
-    for error in (ValueError("a bug of the user"), StallError("not a loss"), KeyboardInterrupt()):
+    for error in (ValueError("a bug of the user"), KeyboardInterrupt()):
         def fail(state, error=error):
             try:
                 raise PeerLostError("handled")
@@ -206,6 +221,31 @@ def test_the_policy_abort_raises_the_loss_as_it_came(begun):
     with pytest.raises(RuntimeError, match="the step failed"):
         training.run(job.state)
     assert job.state.step == 11 and job.joined == []
+
+
+def test_the_policy_abort_raises_a_stall_as_it_came(begun):
+    job = begun(lost_worker="abort")
+
+    def wait_in_vain(state):
+        raise StallError("rank 1 has not pushed")
+
+    with pytest.raises(StallError, match="rank 1 has not pushed"):
+        Training(wait_in_vain, finish).run(job.state)
+    assert job.joined == []
+
+
+@pytest.mark.parametrize("has_returned", [False, True])
+def test_a_worker_that_is_dismissed_ends_well_although_its_training_may_have_ended(begun, monkeypatch, has_returned):
+    job = begun()
+
+    def dismissed(*words):
+        raise WorkerDismissed("its host is taken away")
+
+    monkeypatch.setattr(job.member, "join", dismissed)
+    training = Training(finish_without_a_node if has_returned else lose)
+    with pytest.raises(WorkerDismissed, match="its host is taken away") as caught:
+        training.run(job.state)
+    assert caught.value.code == 0 and process.session() is None
 
 
 def test_whose_training_has_ended_without_it_ends_well(begun, caplog):

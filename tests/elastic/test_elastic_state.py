@@ -9,7 +9,7 @@ import pytest
 import bpsfast
 from bpsfast import elastic
 from bpsfast.elastic import training
-from bpsfast.elastic.training import peer_loss_of
+from bpsfast.elastic.training import loss_of
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
 
@@ -135,10 +135,13 @@ def test_a_loss_is_seen_through_what_was_raised_from_it():
     lost = PeerLostError("x")
     outer = RuntimeError("y")
     outer.__cause__ = lost
-    assert peer_loss_of(lost) is lost and peer_loss_of(outer) is lost
+    assert loss_of(lost) is lost and loss_of(outer) is lost
     masked = ValueError("z")
     masked.__context__ = lost  # while it was handled: the program's own error
-    assert peer_loss_of(masked) is None and peer_loss_of(StallError("w")) is None
+    assert loss_of(masked) is None
+    late = StallError("a worker hangs")
+    masked.__cause__ = late
+    assert loss_of(late) is late and loss_of(masked) is late
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("save", "keep"), ("sync", "give")])

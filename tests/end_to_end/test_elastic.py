@@ -276,14 +276,44 @@ def test_the_last_one_is_lost_long_after_the_others(elastic):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("policy", ["abort", "shrink", "wait"])
-def test_an_exception_of_the_program_is_not_swallowed(elastic, policy):
+def test_an_exception_of_the_program_ends_the_job_by_default(elastic):
     begin = time.monotonic()
-    ran = elastic.run("-n", "2", "--lost-worker", policy, deeds=("1!9",))
+    ran = elastic.run("-n", "2", deeds=("1!9",))
     assert ran.code == 1 and not ran.weights
     said = ran.err.rstrip().splitlines()  # last, if anything, who has ended because of that
     assert any(line.endswith("ValueError: a bug of the user") for line in said[-2:]), ran.err
     assert "is started" not in ran.err and time.monotonic() - begin < 100
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_a_worker_that_raises_is_lost_as_one_that_is_killed(elastic, policy):
+    ran = elastic.run("-n", "3", "--nodes", "2", "--lost-worker", policy, deeds=("1!9",))
+    check_all(ran, {0, 2} if policy == "shrink" else {0, 2, 3})
+    assert "worker 1 ended with exit code 1: the job goes on without it" in ran.err
+    assert "ValueError: a bug of the user" in ran.err
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_a_worker_that_hangs_is_ended_and_counts_as_lost(elastic, policy):
+    ran = elastic.run("-n", "3", "--nodes", "2", "--lost-worker", policy, "--within", "3", "--set", "timeout_s=4",
+                      deeds=("1=9",))
+    check_all(ran, {0, 2} if policy == "shrink" else {0, 2, 3})
+    assert "worker 1 has not joined the others in time: ending it" in ran.err
+    assert "worker 1 was killed by SIGKILL: the job goes on without it" in ran.err
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["abort", "shrink", "wait"])
+def test_a_program_that_fails_on_all_ranks_ends_with_its_exit_code(elastic, policy):
+    program = elastic.folder / "fails.py"
+    program.write_text("import sys, bpsfast\nbpsfast.init()\nbpsfast.barrier()\nsys.exit(7)\n")
+    command = [sys.executable, "-m", "bpsfast", "run", "--elastic", "-n", "2", "--lost-worker", policy, "--",
+               sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "failed first: it ended with exit code 7" in done.stderr
 
 
 @pytest.mark.timeout(200)

@@ -12,6 +12,7 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.launch import elastic_job
 from bpsfast.launch.elastic_service import ElasticService
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.local_job import JobShape
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.orchestration.errors import ConfigError
@@ -25,7 +26,17 @@ def cli(*arguments):
 @pytest.mark.parametrize(("options", "text"), [
     (("--lost-worker", "wait"), "--lost-worker: needs --elastic"),
     (("--min-ranks", "1", "--control", "x"), "--min-ranks, --control: needs --elastic"),
-    (("--elastic", "-H", "a:2"), "-H with --elastic: an elastic job runs on this machine"),
+    (("--elastic", "-H", "a:2", "--hostfile", __file__), "-H and --hostfile both name hosts"),
+    (("--elastic", "-H", "a:2", "--control", "x"), "--control: on hosts workers are started by themselves"),
+    (("--elastic", "-H", "a:2", "--slots", "2"), "--slots: needs --host-discovery-script"),
+    (("--elastic", "-H", "a:2", "--nodes", "2"), "--nodes simulates machines on this host, but -H names real hosts"),
+    (("--elastic", "-H", "a:1"), "-n 2 asks for more ranks than the hosts have slots"),
+    (("--elastic", "-H", "a:2", "--max-np", "1"), "--min-ranks 1, -n 2, --max-ranks 1: must be in this order"),
+    (("--elastic", "-H", "a:2", "--scheduler-host", "b"), "--scheduler-host with --elastic"),
+    (("--elastic", "-H", "a:2", "--set", "node_host=10.0.0.1"), "BPSFAST_NODE_HOST = 10.0.0.1 is the address of one"),
+    (("--elastic", "--host-discovery-script", __file__), f"--host-discovery-script {__file__} is not executable"),
+    (("--elastic", "--blacklist-cooldown", "5"), "--blacklist-cooldown: there are no hosts"),
+    (("--slots", "5"), "--slots: needs --elastic"),
     (("--elastic", "--helpers", "1", "--dry-run"), "--helpers, --dry-run with --elastic"),
     (("--elastic", "--max-ranks", "1"), "--min-ranks 1, -n 2, --max-ranks 1: must be in this order"),
     (("--elastic", "--min-ranks", "3"), "--min-ranks 3, -n 2, --max-ranks 2: must be in this order")])
@@ -44,6 +55,14 @@ def test_workers_are_told_the_coordinator_and_no_place():
         "BPSFAST_NODE_ID": "node1 of 127.0.0.1:99", "BPSFAST_NODE_HOST": "127.0.0.1", "BPSFAST_TIMEOUT_S": "7.0"}
     assert environ["PATH"] == "/bin" and "RANK" not in environ
     assert all("ab" * 16 not in word for command in found for word in command.argv)
+
+
+def test_workers_on_hosts_are_told_the_address_by_which_their_host_reaches_the_coordinator():
+    found = elastic_job.command_on(Host("me@gpu1", 2), ["prog"], settings.load({"timeout_s": 7}, {}),
+                                   {"LANG": "C", "RANK": "9"}, "10.0.0.1:99", "ab" * 16)
+    assert found.environ == {"LANG": "C", "BPSFAST_COORDINATOR": "10.0.0.1:99", "BPSFAST_JOB_KEY": "ab" * 16,
+                             "BPSFAST_NODE_ID": "me@gpu1 of 10.0.0.1:99", "BPSFAST_TIMEOUT_S": "7.0"}
+    assert list(found.argv) == ["prog"]
 
 
 def test_helpers_are_refused():

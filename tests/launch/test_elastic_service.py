@@ -20,6 +20,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Add,
     Added,
     Come,
+    Dismissed,
     Done,
     Formed,
     Hello,
@@ -260,6 +261,55 @@ def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(co
     assert not any(isinstance(message, Value) for message in stranger.heard)
     assert set(service._wanted) == {"b"} and set(service._store) == {"a"}
     assert service._stored_nbytes == protocol.stored_nbytes("a", "z")
+
+
+def test_members_that_are_to_leave_are_let_go_between_two_jobs(coordinator):
+    service, (first, second), more = coordinator(2, max_ranks=3)
+    service.leave([1, 7])
+    assert first.hears(Newcomers) == second.hears(Newcomers) == Newcomers(1, 0, 1)
+    late = more(7)
+    late.say(Come, node="b")
+    assert "no slot for it any more" in late.hears(Dismissed).reason, "it never had a rank"
+    for worker in (second, first):
+        worker.say(Come, node="a", has_state=True)
+    assert "no slot for it any more" in second.hears(Dismissed).reason
+    assert first.hears(Formed) == Formed(2, 0, 1, "abort")
+    service.left(1)
+    service.ended(7, "is gone")
+    first.say(Add, count=2)
+    assert first.hears(Added).count == 2 and order(service) == StartWorkers(2)
+
+
+def test_all_are_to_leave_and_go_once_another_has_the_state(coordinator):
+    service, (first,), more = coordinator(1, max_ranks=1)
+    service.leave([0])
+    newcomer = more(7)
+    newcomer.say(Come, node="b")
+    assert first.hears(Newcomers) == Newcomers(1, 1, 0)
+    first.say(Come, node="a", has_state=True)
+    assert first.hears(Formed) == Formed(2, 0, 2, "abort") and newcomer.hears(Formed).rank == 1
+    assert first.hears(Newcomers) == newcomer.hears(Newcomers) == Newcomers(2, 0, 1)
+    for worker in (newcomer, first):
+        worker.say(Come, node="a", has_state=True)
+    assert isinstance(first.hears(Dismissed), Dismissed)
+    assert newcomer.hears(Formed) == Formed(3, 0, 1, "abort")
+
+
+def test_a_worker_that_counts_as_lost_and_runs_on_is_refused(coordinator):
+    service, (first, second), _ = coordinator(2, lost_worker="shrink", max_ranks=3)
+    service.ended(1, "was lost with its host")
+    second.say(Come, node="b", has_state=True)
+    assert second.hears(Refused) == Refused("PeerLostError", "worker 1 counts as lost, and the others go on without it")
+    first.say(Come, node="a", has_state=True)
+    assert first.hears(Formed) == Formed(2, 0, 1, "shrink")
+
+
+def test_a_program_that_fails_on_all_ranks_is_named_by_its_members(coordinator):
+    service, _, _ = coordinator(2, lost_worker="shrink")
+    service.ended(1, "ended with exit code 3", is_own_failure=True)
+    service.ended(0, "ended with exit code 3", is_own_failure=True)
+    found = order(service)
+    assert isinstance(found, StopJob) and found.lost == (1, 0)
 
 
 def test_a_limit_is_an_error_where_it_is_passed(coordinator):

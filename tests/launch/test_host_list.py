@@ -54,6 +54,24 @@ def test_slots_are_filled_in_order(found, n_ranks):
     assert 0 < filled[-1].slots <= found[len(filled) - 1].slots
 
 
+@given(_lists, st.integers(1, 9))
+def test_a_script_lists_hosts_with_and_without_a_number(found, slots):
+    lines = [host.name if host.slots == slots else f"  {host.name}:{host.slots} " for host in found]
+    assert host_list.listed("\n\n".join([*lines, ""]), slots, "the script") == found
+
+
+def test_a_script_may_list_nothing():
+    assert host_list.listed(" \n", 1, "the script") == []
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("a:2\nb 3", "the script, line 2: 'b 3' is no host"), ("a\na:2", "the script names a twice"),
+    ("a:0", "the script, line 1: '0' is no number of slots"), ("-oProxyCommand=x", "line 1: .* is no host")])
+def test_what_a_script_must_not_print(text, message):
+    with pytest.raises(ConfigError, match=message):
+        host_list.listed(text, 1, "the script")
+
+
 def test_without_a_number_every_slot_is_used():
     assert host_list.assign([Host("a", 2), Host("b", 3)], None) == [Host("a", 2), Host("b", 3)]
 

@@ -86,7 +86,7 @@ def test_a_folder_is_entered_on_all_or_none(no_leaks):
 
 
 def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
-    monkeypatch.setattr(fleets, "_ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(fleets, "ANSWER_TIMEOUT_S", 0.5)
     program = ("import time; from bpsfast import __version__ as v\n"
                "from bpsfast.launch import remote_protocol as m\n"
                "a = m.PipeConnection(0, 1, m.FromLauncher, False); a.mark(); "

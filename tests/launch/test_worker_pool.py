@@ -29,8 +29,16 @@ def worker_pool_of(nodes, goes_on=True):
     return WorkerPool(heard, commands, goes_on), commands, heard.facts
 
 
-def ended(command, code):
-    return types.SimpleNamespace(command=command, code=code, end_in_words=lambda: f"ended by {code}")
+def ended(command, code, is_lost=False):
+    return types.SimpleNamespace(command=command, code=code, is_lost=is_lost, end_in_words=lambda: f"ended by {code}")
+
+
+def launched(worker_pool, order):
+    """What the pool starts for *order*."""
+    worker_pool.take(order)
+    found = worker_pool.launches()
+    assert worker_pool.launches() == [] and all(host is None for _, host in found)
+    return [command for command, _ in found]
 
 
 def test_a_command_says_whose_it_is():
@@ -40,14 +48,20 @@ def test_a_command_says_whose_it_is():
 
 
 @pytest.mark.parametrize(("code", "goes_on", "expected", "fact"), [
-    (-9, True, True, ("ended", 1, "ended by -9")), (-9, False, False, ("give_up", "worker 1 ended by -9")),
-    (1, True, False, ("give_up", "worker 1 ended by 1")), (0, True, True, ("left", 1)),
-    (0, False, True, ("left", 1)), (137, True, True, ("ended", 1, "ended by 137")),
-    (143, True, True, ("ended", 1, "ended by 143")), (137, False, False, ("give_up", "worker 1 ended by 137")),
-    (128, True, False, ("give_up", "worker 1 ended by 128")), (255, True, False, ("give_up", "worker 1 ended by 255"))])
-def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
+    (-9, True, True, ("ended", 1, "ended by -9", False)), (-9, False, False, ("give_up", "worker 1 ended by -9")),
+    (1, True, True, ("ended", 1, "ended by 1", True)), (1, False, False, ("give_up", "worker 1 ended by 1")),
+    (0, True, True, ("left", 1)), (0, False, True, ("left", 1)), (137, True, True, ("ended", 1, "ended by 137", False)),
+    (143, True, True, ("ended", 1, "ended by 143", False)), (137, False, False, ("give_up", "worker 1 ended by 137")),
+    (128, True, True, ("ended", 1, "ended by 128", True)), (255, True, True, ("ended", 1, "ended by 255", True))])
+def test_a_worker_that_is_killed_or_fails_is_lost(code, goes_on, expected, fact):
     worker_pool, commands, facts = worker_pool_of("ab", goes_on)
     assert worker_pool.has_ended(ended(commands[1], code)) is expected and facts == [fact]
+
+
+def test_a_worker_that_is_lost_with_its_host_did_not_fail_by_itself():
+    worker_pool, commands, facts = worker_pool_of("ab")
+    assert worker_pool.has_ended(ended(commands[1], 255, is_lost=True))
+    assert facts == [("ended", 1, "ended by 255", False)]
 
 
 def test_who_is_killed_after_the_training_has_failed():
@@ -59,7 +73,7 @@ def test_who_is_killed_after_the_training_has_failed():
 @pytest.mark.parametrize("code", [-9, -15, 1])
 def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
     worker_pool, _, facts = worker_pool_of("ab")
-    (command,) = worker_pool.commands(StartWorkers(1))
+    (command,) = launched(worker_pool, StartWorkers(1))
     late = ended(command, code)
     assert not worker_pool.is_superfluous(late)
     worker_pool._service.is_over = True
@@ -67,24 +81,26 @@ def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
     assert worker_pool.has_ended(late) and facts[-1] == ("left", 2)
 
 
-@pytest.mark.parametrize(("code", "fact"), [(-9, "ended"), (1, "give_up")])
-def test_who_has_yet_to_come_is_as_any_other_before_the_end(code, fact):
-    worker_pool, _, facts = worker_pool_of("ab")
-    (command,) = worker_pool.commands(StartWorkers(1))
-    assert worker_pool.has_ended(ended(command, code)) is (code < 0) and facts[-1][0] == fact
+@pytest.mark.parametrize("code", [-9, 1])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_has_yet_to_come_is_as_any_other_before_the_end(code, goes_on):
+    worker_pool, _, facts = worker_pool_of("ab", goes_on)
+    (command,) = launched(worker_pool, StartWorkers(1))
+    assert worker_pool.has_ended(ended(command, code)) is goes_on
+    assert facts[-1][0] == ("ended" if goes_on else "give_up")
 
 
 def test_a_lost_workers_node_gets_another_one():
     worker_pool, commands, facts = worker_pool_of("aab")
     worker_pool.has_ended(ended(commands[1], -9))
-    (command,) = worker_pool.commands(ReplaceWorker(1))
-    assert (command.name, command.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 3", "a", ("started", 3, 1))
-    (again,) = worker_pool.commands(ReplaceWorker(3))
-    assert (again.name, again.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 4", "a", ("started", 4, 3))
+    (command,) = launched(worker_pool, ReplaceWorker(1))
+    assert (command.name, command.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 3", "a", ("started", 3, 1, True))
+    (again,) = launched(worker_pool, ReplaceWorker(3))
+    assert (again.name, again.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 4", "a", ("started", 4, 3, True))
 
 
 def test_more_workers_are_started_where_fewest_are():
     worker_pool, _, facts = worker_pool_of("aab")
-    found = worker_pool.commands(StartWorkers(3))
+    found = launched(worker_pool, StartWorkers(3))
     assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
-    assert facts == [("started", 3, None), ("started", 4, None), ("started", 5, None)]
+    assert facts == [("started", member, None, True) for member in (3, 4, 5)]

@@ -230,6 +230,157 @@ def test_what_is_awaited_is_named():
     assert found.awaited == "1 ranks have come, and min_ranks is 2"
 
 
+def test_wait_ends_who_is_silent_and_replaces_it():
+    found = coordinator("wait")
+    for member in (0, 2):
+        found.came(member, str(member), 1.0, reason="worker 1 hangs")
+    assert found.decide(10.9) is None and found.decide(11.0) == Exclude((1,))
+    found.ended(1, "was killed by SIGKILL", 11.1)
+    assert found.decide(11.1) is None and found.to_replace == (1,)
+    found.replaced(1, 3, 11.2)
+    found.came(3, "1", 12.0)
+    assert found.decide(12.0) == Form(2, (0, 3, 2))
+
+
+def test_abort_ends_nobody_who_is_silent():
+    found = coordinator("abort", max_ranks=4)
+    for member in (0, 2):
+        found.came(member, str(member), 1.0)
+    assert found.decide(11.0).reason.endswith("worker 1 has not come")
+
+
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_program_that_fails_on_all_ranks_has_no_further_job(policy, number):
+    found = coordinator(policy, n=2) if number else ElasticCoordinator(
+        ElasticRules(lost_worker=policy, max_ranks=2), range(2))
+    found.ended(1, "ended with exit code 3", 1.0, is_own_failure=True)
+    assert found.decide(1.0) is None
+    found.ended(0, "ended with exit code 4", 1.1, is_own_failure=True)
+    fail = found.decide(1.1)
+    assert "rank 1 (worker 1) ended with exit code 3, rank 0 (worker 0) ended with exit code 4" in fail.reason
+    assert found.lost == (1, 0) and found.to_replace == ()
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_workers_that_fail_by_themselves_again_and_again_are_not_replaced_for_ever(commits):
+    found = coordinator("wait", n=2, nodes="00", max_replaced=99)
+    for number in range(1, 1 + MOST_FRUITLESS):
+        lost = found.holders[1].member
+        found.ended(lost, "ended with exit code 1", 1.0, is_own_failure=True)
+        found.replaced(lost, lost + 1, 1.0)
+        found.came(0, "0", 1.0, True, n_commits=number * commits, reason="the other one is gone")
+        found.came(lost + 1, "0", 1.0)
+        assert found.decide(1.0) == Form(number + 1, (0, lost + 1))
+    found.ended(4, "ended with exit code 1", 1.0, is_own_failure=True)
+    found.replaced(4, 5, 1.0)
+    found.came(0, "0", 1.0, True, n_commits=9 * commits, reason="the other one is gone")
+    found.came(5, "0", 1.0)
+    said = found.decide(1.0)
+    if commits:
+        assert isinstance(said, Form)
+    else:
+        assert said.reason == ("4 jobs in a row have failed, the last one number 4, as workers failed by themselves, "
+                               "and without a commit: worker 0: the other one is gone, worker 4: ended with exit code "
+                               "1")
+
+
+def test_a_replacement_that_is_started_too_late_joins_as_a_newcomer():
+    found = coordinator("wait", n=2, max_ranks=3)
+    found.ended(1, "is gone", 1.0)
+    found.came(5, "5", 1.0)
+    found.came(0, "0", 1.0)
+    assert found.decide(1.0) == Form(2, (0, 5))
+    found.replaced(1, 6, 2.0)
+    found.came(6, "6", 2.0)
+    assert found.is_running and found.newcomers == (6,) and found.n_replaced == 1
+
+
+# -- members that are to leave -----------------------------------------------------------------------------------------
+
+def test_members_that_are_to_leave_leave_with_all_others_and_the_next_job_does_without_them():
+    found = coordinator()
+    assert found.leave([1]) == () and found.departing == (1,) and found.is_running
+    for member in (1, 0):
+        found.came(member, str(member), 1.0, has_state=True)
+    assert found.decide(1.0) is None
+    found.came(2, "2", 1.0, has_state=True)
+    assert found.decide(1.0) == Form(2, (0, 2), dismissed=(1,))
+    assert found.waiting == () and found.departing == () and found.is_dismissed(1)
+    found.left(1)
+    assert found.is_running
+
+
+def test_a_newcomer_gets_the_rank_of_a_member_that_is_to_leave():
+    found = coordinator(n=2, max_ranks=2)
+    found.came(5, "5", 1.0)
+    assert found.newcomers == ()
+    found.leave([0])
+    assert found.newcomers == (5,) and found.departing == (0,)
+    for member in (0, 1):
+        found.came(member, str(member), 1.0, has_state=True)
+    assert found.decide(1.0) == Form(2, (1, 5), dismissed=(0,))
+
+
+def test_not_all_leave_before_another_has_the_state():
+    found = coordinator(n=2, max_ranks=2)
+    found.leave([0, 1])
+    assert found.departing == () and found.newcomers == ()
+    found.came(5, "5", 1.0)
+    assert found.departing == () and found.newcomers == (5,)
+    for member in (0, 1):
+        found.came(member, str(member), 1.0, has_state=True)
+    assert found.decide(1.0) == Form(2, (0, 1, 5))
+    assert found.departing == (0, 1), "all have the state once they ask for the next job"
+    for member in (0, 1, 5):
+        found.came(member, str(member), 2.0, has_state=True)
+    assert found.decide(2.0) == Form(3, (5,), dismissed=(0, 1))
+
+
+def test_members_with_the_state_do_not_leave_those_who_were_not_given_it():
+    found = coordinator(n=2, max_ranks=2)
+    found.leave([0])
+    found.came(0, "0", 1.0, has_state=True)
+    found.came(1, "1", 1.0)
+    assert found.decide(1.0) == Form(2, (0, 1))
+
+
+def test_no_member_leaves_a_job_that_would_have_too_few():
+    found = coordinator(n=3, min_ranks=3, max_ranks=3)
+    found.leave([2])
+    assert found.departing == ()
+    found.came(7, "7", 1.0)
+    assert found.departing == (2,)
+
+
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_a_member_that_is_lost_before_it_has_left_is_neither_replaced_nor_a_voter(policy):
+    found = coordinator(policy)
+    found.leave([1, 2])
+    for member in (1, 2):
+        found.ended(member, "is gone", 1.0)
+    assert found.to_replace == ()
+    found.came(0, "0", 1.0, has_state=True)
+    assert found.decide(1.0) == Form(2, (0,))
+
+
+def test_a_replacement_that_is_to_leave_before_it_has_come_is_replaced():
+    found = coordinator("wait", n=2)
+    found.ended(1, "is gone", 1.0)
+    found.replaced(1, 2, 1.0)
+    assert found.leave([2]) == () and found.to_replace == (1,)
+    found.came(2, "1", 2.0)
+    assert found.waiting == ()
+
+
+def test_who_waits_without_a_rank_is_dismissed_at_once():
+    found = coordinator(n=2, max_ranks=3)
+    found.came(5, "5", 1.0)
+    assert found.leave([5, 6]) == (5,) and found.waiting == ()
+    found.came(6, "6", 1.0)
+    assert found.waiting == () and found.is_running
+
+
 def test_who_has_left_well_is_not_waited_for_and_after_the_end_nobody_is():
     found = coordinator()
     found.left(0)
@@ -312,7 +463,7 @@ def test_training_is_over_when_all_but_lost_members_have_left_well():
     assert found.is_over and found.to_replace == ()
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "leave", "start", "replace", "time"]),
+EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "fail", "leave", "send away", "start", "replace", "time"]),
                             st.integers(0, 30)), max_size=60)
 
 
@@ -326,20 +477,26 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
     alive, gone, waiting, number, now = set(range(n)), set(), set(), 0, 0.0
     fresh, before = n, tuple(range(n))
     replaced: dict[int, int] = {}
+    told: set[int] = set()
     for kind, index in [*events, *[("settle", 0)]]:
         living = sorted(alive)
         who = living[index % len(living)] if living else None
         if kind == "come" and who is not None:
             found.came(who, node_of[who], now)
-            waiting.add(who)
-        elif kind == "end" and who is not None:
-            found.ended(who, "is gone", now)
+            waiting |= {who} - (told - set(before))  # else it is dismissed
+        elif kind in ("end", "fail") and who is not None:
+            found.ended(who, "is gone", now, is_own_failure=kind == "fail")
             alive.discard(who)
             waiting.discard(who)
             gone.add(who)
         elif kind == "leave" and who is not None and who not in waiting:
             found.left(who)
             alive.discard(who)
+        elif kind == "send away" and who is not None:
+            told.add(who)
+            dismissed = found.leave([who])
+            assert set(dismissed) == ({who} & waiting - set(before)), "others are told later"
+            waiting -= set(dismissed)
         elif kind == "start":
             alive.add(fresh)
             fresh += 1
@@ -356,11 +513,11 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
             for member in living:
                 if not found.is_running:
                     found.came(member, node_of[member], now)
-                    waiting.add(member)
+                    waiting |= {member} - (told - set(before))
             now += 1000.0
         said = found.decide(now)
         while isinstance(said, Exclude):
-            assert policy == "shrink" and not set(said.members) & waiting and set(said.members) <= alive
+            assert policy != "abort" and not set(said.members) & waiting and set(said.members) <= alive
             for member in said.members:
                 found.ended(member, "is gone", now)
                 alive.discard(member)
@@ -371,20 +528,24 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
             number += 1
             members = said.members
             assert said.number == number and len(set(members)) == len(members) and set(members) <= waiting & alive
-            assert rules.min_ranks <= len(members) <= max(rules.max_ranks, len(before))
-            kept = [member for member in before if member in alive]
+            assert rules.min_ranks <= len(members) <= max(rules.max_ranks, len(before)) + len(told & set(before))
+            assert set(said.dismissed) <= told & set(before) and not set(said.dismissed) & set(members)
+            kept = [member for member in before if member in alive and member not in said.dismissed]
             assert [member for member in members if member in kept] == kept, "survivors keep their order, all of them"
+            assert not (told - set(before)) & set(members), "who was sent away gets no rank"
             if policy == "abort":
                 assert not gone & set(before)
             if policy == "shrink" and number > 1 and gone & set(before):
-                nodes = [{node_of[member] for member in group} for group in (before, kept)]
+                nodes = [{node_of[member] for member in group if not (set(kept) - told and member in told)}
+                         for group in (before, kept)]
                 assert 2 * (len(nodes[1]) + 1) > len(nodes[0]) + 1, "a majority of nodes and coordinator"
             if policy == "wait" and number > 1:
-                holders = [member for member in before if member in alive or member in gone]
+                holders = [member for member in before if (member in alive and member not in said.dismissed) or (
+                    member in gone and member not in told)]
                 for member, holder in zip(members, holders):
                     assert member == holder or holder in gone
                 assert len(members) >= len(holders)
-            waiting -= set(members)
+            waiting -= {*members, *said.dismissed}
             before = members
         elif isinstance(said, Fail):
             break

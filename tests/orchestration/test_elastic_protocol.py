@@ -13,6 +13,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Add,
     Added,
     Come,
+    Dismissed,
     Done,
     Formed,
     Hello,
@@ -37,7 +38,8 @@ OF_WORKERS = [Come(member=3, node="boot net é"), Come(3, "n", True, 7, "a link\
               Want(3, 2, "k"), Add(-9, 4), Done(3)]
 OF_THE_COORDINATOR = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value(2, "ключ", ""),
                       Void(2, "is gone"),
-                 Newcomers(2, 1), Added(0, "the training has ended"), Refused("StallError", "no quorum"), Over()]
+                      Newcomers(2, 1), Newcomers(2, 0, 3), Dismissed("ö"), Added(0, "the training has ended"),
+                      Refused("StallError", "no quorum"), Over()]
 
 
 @pytest.fixture

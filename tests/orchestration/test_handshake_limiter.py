@@ -10,6 +10,7 @@ import time
 import pytest
 import zmq
 
+from bpsfast.orchestration import zmq_connections
 from bpsfast.orchestration.security import curve_pair
 from bpsfast.orchestration.zmq_connections import (
     MAX_PENDING_HANDSHAKES,
@@ -85,6 +86,17 @@ def member(context, server):
     client.connect(f"tcp://127.0.0.1:{server.port}")
     yield client
     client.close()
+
+
+def test_a_connection_whose_descriptor_is_another_ones_by_now_is_not_counted(server, monkeypatch):
+    pair = socket.socketpair()
+    events = [(int(zmq.EVENT_ACCEPTED), pair[0].fileno())]
+    monkeypatch.setattr(zmq_connections, "monitor_event", lambda monitor: (monitor.recv_multipart(), events.pop())[1])
+    with pair[0], pair[1]:
+        with server.call():
+            server.until(lambda: not events)
+            assert server.limiter.n_strangers == 0
+        monkeypatch.undo()
 
 
 def test_an_endless_handshake_is_cut_off(server):

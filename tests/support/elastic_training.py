@@ -4,8 +4,9 @@
 
 The deed ``MEMBER@STEP+SECONDS`` kills worker MEMBER SECONDS after the start of STEP, ``MEMBER%RESTORE+SECONDS`` SECONDS
 after its RESTORE-th return to a commit, ``MEMBER~SECONDS`` SECONDS after it has begun to join its first job.
-``MEMBER&OTHER@STEP`` makes it kill OTHER and itself at STEP, ``MEMBER!STEP`` raise a ValueError. ``own`` uses a state
-of a user-defined class. ``+STEP`` makes worker 0 write the file *add* in STEP; two ranks then wait for more.
+``MEMBER&OTHER@STEP`` makes it kill OTHER and itself at STEP, ``MEMBER!STEP`` raise a ValueError, ``MEMBER=STEP`` stop
+as by SIGSTOP. ``own`` uses a state of a user-defined class. ``+STEP`` makes worker 0 write the file *add* in STEP; two
+ranks then wait for more.
 """
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ class Deeds:
         self.at_step = dict(self._parsed(mine, "@", member))
         self.at_restore = dict(self._parsed(mine, "%", member))
         self.raises = [int(word.split("!")[1]) for word in mine if "!" in word and int(word.split("!")[0]) == member]
+        self.stops = [int(word.split("=")[1]) for word in mine if "=" in word and int(word.split("=")[0]) == member]
         self.adds = [int(word[1:]) for word in words if word.startswith("+")]
 
     @staticmethod
@@ -143,6 +145,8 @@ def main() -> None:
                 if step == state.step:
                     for each in (other, number):
                         os.kill(int((Path(folder) / f"pid{each}").read_text()), signal.SIGKILL)
+            if state.step in deeds.stops:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if state.step in deeds.raises:
                 raise ValueError("a bug of the user")
             if state.step in deeds.adds and bpsfast.size() == 2 and number == 0:

@@ -130,6 +130,13 @@ def take_ssh(options: dict[str, Any]) -> Ssh:
                python=python or sys.executable, directory=directory or os.getcwd(), python_path=os.pathsep.join(path))
 
 
+def variables_of(options: dict[str, Any]) -> dict[str, str]:
+    """Pop the variables of ``-x`` from *options*; raise `ConfigError` for those that the launcher sets."""
+    from ...launch import ssh_job
+
+    return ssh_job.variables(options.pop("assigned"))
+
+
 def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
     """Return the names, as typed, of the options of `ssh_options` that are given."""
     typed = {"ssh_options": "--ssh-option"}

@@ -13,9 +13,10 @@ import click
 from ...base import logs, output, settings
 from ...base.exit_codes import FAILED, WORDS_OF_RUN, exit_on_error
 from ...orchestration.errors import ConfigError
-from .options import job_options, overrides, set_option, take_plan
+from .options import hosts_of, job_options, overrides, set_option, take_plan, take_ssh, variables_of
 
 if TYPE_CHECKING:
+    from ...launch.elastic_job import HostsPlan
     from ...launch.processes import Command
 
 _COUNT = click.IntRange(1)
@@ -29,9 +30,13 @@ _EXAMPLES = """
     bpsfast run -H gpu01:2,gpu02:2 -- python train.py    on two hosts, by ssh
     bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
     bpsfast run -n 4 --elastic --lost-worker wait -- python train.py
+    bpsfast run --elastic --host-discovery-script ./hosts -- python train.py
 """
 _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
-            "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}
+            "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control",
+            "script": "--host-discovery-script", "slots": "--slots", "cooldown_s": "--blacklist-cooldown"}
+#: Those that concern hosts.
+_OF_HOSTS = ("script", "slots", "cooldown_s")
 
 
 class _Run(click.Command):
@@ -60,8 +65,19 @@ class _Run(click.Command):
 @click.option("--elastic", is_flag=True, help="Allow workers to be lost and added; PROGRAM must use bpsfast.elastic.")
 @click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
               help="If a worker is lost: end the job, go on without it, or replace it.  [default: abort]")
-@click.option("--min-ranks", type=_COUNT, help="End the job if fewer ranks are left.  [default: 1]")
-@click.option("--max-ranks", type=_COUNT, help="Most ranks, with workers that `bpsfast add` adds.  [default: -n]")
+@click.option("--min-ranks", "--min-np", "min_ranks", type=_COUNT,
+              help="End the job if fewer ranks are left.  [default: 1]")
+@click.option("--max-ranks", "--max-np", "max_ranks", type=_COUNT,
+              help="Most ranks, with workers that `bpsfast add` adds, or that further hosts have slots for.  [default: "
+              "-n; with hosts and without -n, all slots]")
+@click.option("--host-discovery-script", "script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Program that lists the hosts, `host` or `host:slots` on each line; it is run every "
+              "second, and hosts come and go with its list.")
+@click.option("--slots", "--slots-per-host", "slots", type=click.IntRange(1, 4096), metavar="N",
+              help="Slots of a host that the script lists without a number.  [default: 1]")
+@click.option("--blacklist-cooldown", "cooldown_s", type=click.FloatRange(0), metavar="SECONDS",
+              help="Time for which a lost host is not used, doubled with each further loss, up to an hour; 0: for the "
+              "rest of the job.  [default: 60]")
 @click.option("--within", "within_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="Longest wait for workers to join the next generation.  [default: 300]")
 @click.option("--max-replaced", type=click.IntRange(0), help="Most lost workers to replace.  [default: 10]")
@@ -93,7 +109,8 @@ def command(**options: Any) -> None:
     if options["as_json"] and not options["dry_run"]:
         raise ConfigError("--json needs --dry-run: the output of a running job is that of its program")
     chosen = _take_elastic(options)
-    plan = take_plan(options, _SIMULATED)
+    hosts_plan = None if chosen is None else _take_hosts(options, chosen)
+    plan = None if hosts_plan is not None else take_plan(options, _SIMULATED)
     program, show_only = options["program"], options["dry_run"]
     given = overrides(options["assignments"], max_helpers=options["max_helpers"])
     loaded = settings.load(given, _without_place(os.environ))
@@ -102,6 +119,13 @@ def command(**options: Any) -> None:
                     grace_s=GRACE_S if options["grace_s"] is None else options["grace_s"])
     out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
     with contextlib.closing(out):
+        if hosts_plan is not None and chosen is not None:
+            try:
+                sys.exit(elastic_job.run_on_hosts(hosts_plan, program, loaded, chosen, options["n_ranks"],
+                                                  limits=limits, output=out))
+            except KeyboardInterrupt:  # before the job ran; then `Supervisor` ends it
+                click.echo("bpsfast: interrupted before anything was started", err=True)
+                sys.exit(130)
         if plan is None:
             shape = local_job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
                                  options["ranks"])
@@ -144,13 +168,42 @@ def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
         if given:
             raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: needs --elastic")
         return None
-    others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
-              "max_helpers": "--max-helpers", "dry_run": "--dry-run"}
+    others = {"netns": "--netns", "n_helpers": "--helpers", "helpers_on": "--helpers-on",
+              "max_helpers": "--max-helpers", "scheduler_host": "--scheduler-host", "dry_run": "--dry-run"}
     wrong = [typed for name, typed in others.items() if options.get(name)]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)} with --elastic: an elastic job runs on this machine without helpers; "
-                          "on several machines use torchrun's elastic agent")
+        raise ConfigError(f"{', '.join(wrong)} with --elastic: an elastic job has no helpers, and the ranks of each of "
+                          "its jobs choose where the scheduler runs")
     return given
+
+
+def _take_hosts(options: dict[str, Any], chosen: dict[str, Any]) -> HostsPlan | None:
+    """Pop the options of an elastic job's hosts from *options* and *chosen*; return None if it runs on this machine."""
+    from ...launch.elastic_job import HostsPlan
+
+    script = chosen.get("script")
+    lists = {"-H": options["hosts_text"], "--hostfile": options["hostfile"], _ELASTIC["script"]: script}
+    lists = {name: value for name, value in lists.items() if value is not None}
+    if len(lists) > 1:
+        raise ConfigError(f"{' and '.join(lists)} both name hosts: use only one of them")
+    if "slots" in chosen and script is None:
+        raise ConfigError("--slots: needs --host-discovery-script; -H and hostfiles have a number for each host")
+    if not lists:
+        if "cooldown_s" in chosen:
+            raise ConfigError("--blacklist-cooldown: there are no hosts; name them with -H, --hostfile or "
+                              "--host-discovery-script")
+        return None
+    if "control" in chosen:
+        raise ConfigError("--control: on hosts workers are started by themselves, up to --max-ranks; list further "
+                          "hosts by --host-discovery-script")
+    wrong = [f"--{name.removeprefix('n_')}" for name in _SIMULATED if options[name]]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} simulates machines on this host, but {next(iter(lists))} names real "
+                          "hosts: use only one of them")
+    ssh, variables = take_ssh(options), variables_of(options)
+    hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
+    given = {name: chosen.pop(name) for name in _OF_HOSTS if name in chosen}
+    return HostsPlan(hosts=hosts, ssh=ssh, variables=variables, **given)
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
