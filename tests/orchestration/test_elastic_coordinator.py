@@ -271,7 +271,7 @@ def test_workers_that_fail_by_themselves_again_and_again_are_not_replaced_for_ev
         found.replaced(lost, lost + 1, 1.0)
         found.came(0, "0", 1.0, True, n_commits=number * commits, reason="the other one is gone")
         found.came(lost + 1, "0", 1.0)
-        assert found.decide(1.0) == Form(number + 1, (0, lost + 1))
+        assert found.decide(1.0) == Form(number + 1, (0, lost + 1), n_commits=number * commits)
     found.ended(4, "ended with exit code 1", 1.0, is_own_failure=True)
     found.replaced(4, 5, 1.0)
     found.came(0, "0", 1.0, True, n_commits=9 * commits, reason="the other one is gone")
