@@ -33,6 +33,8 @@ from .ssh import Ssh
 AGENT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 30.0
 _LOOPBACK = "127.0.0.1"
+#: On how many hosts besides the first one a scheduler may take over: each costs a round of connections at the start.
+_N_SPARES = 2
 
 
 class RemoteHosts(Closing):
@@ -91,6 +93,18 @@ class RemoteHosts(Closing):
                                   "scheduler runs, that every host can look up and reach") from exc
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
                               "or --scheduler-host") from exc
+
+    def spare_addresses(self) -> list[tuple[RemoteHost, tuple[str, int]]]:
+        """Return addresses of further hosts for a scheduler that takes over, as `scheduler_address`, and their hosts.
+
+        There are at most `_N_SPARES`. A host that not all others reach is left out.
+        """
+        found = []
+        for host in self.hosts[1:1 + _N_SPARES]:
+            others = [other for other in self.hosts if other is not host]
+            with contextlib.suppress(ConfigError):
+                found.append((host, self.address_of(host, others)))
+        return found
 
     def master_port(self) -> int:
         """Return a free port on the first host, where rank 0 runs; the agent reserves it."""

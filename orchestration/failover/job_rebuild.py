@@ -3,7 +3,7 @@
 Every node reports all it knows (`ControlLog.report`); `merge_reports` merges it. A recovery that was in progress
 begins anew, in a new epoch.
 
-Nothing is decided before a majority of the nodes with ranks has reported (`is_majority`). So of two schedulers of one
+Nothing is decided before a majority of the nodes with ranks has reported (`may_decide`). So of two schedulers of one
 job, on two sides of a network partition, at most one decides anything.
 """
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, Stal
 from ..job.admission import MOST_NAMED, difference
 from ..job.liveness import NodeProbes
 from ..job.recovery import JobSnapshot
-from ..roster import describe_node, is_majority
+from ..roster import describe_node, may_decide
 from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
@@ -198,7 +198,8 @@ class JobRebuild:
             return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
-        return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
+        heartbeat = m.Heartbeat(sequence=self._n_heartbeats, is_short=not self.is_alive)
+        return out + [(sender, heartbeat) for sender in self.senders]
 
     def _probe_silent(self, now: float) -> m.Outgoing:
         """Have the nodes with ranks that have reported probe those that are not heard."""
@@ -235,7 +236,7 @@ class JobRebuild:
     @property
     def is_alive(self) -> bool:
         """Whether a majority has begun to report."""
-        return is_majority(self._reports.sender_of.keys(), self._reports.workers)
+        return may_decide(self._reports.sender_of.keys(), self._reports.voters, self._dead)
 
     @property
     def finished(self) -> bool:
@@ -253,7 +254,8 @@ class JobRebuild:
         nodes, lost, left_behind = self._nodes, self._reports.lost, self._reports.left_behind
         told = self._reports.complete - lost - left_behind
         self._find_dead(now)
-        if not is_majority(told, self._reports.workers - self._dead):
+        voters = self._reports.voters
+        if not may_decide(told, voters, self._dead):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
@@ -269,11 +271,12 @@ class JobRebuild:
                                 f"was lost{few if self._min_workers else ''}")
         senders = {index: self._reports.sender_of[index] for index in sorted(told)}
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
-        return merge_reports(nodes, reports, senders, lost, sorted(missing))
+        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead))
 
     def _find_dead(self, now: float) -> None:
-        """Find nodes with ranks that are silent for a lease, and whose data port refuses connections: if the job goes
-        on without them, they do not count for the majority. A network that is cut refuses nothing.
+        """Find nodes with ranks that are silent for a lease, and whose data port refuses connections, so that their
+        process is dead: if only such ones are missing, the job goes on without them. A network that is cut refuses
+        nothing.
         """
         missing = self._reports.workers - self._reports.sender_of.keys() if self._min_workers else set()
         self._dead = {index for index in missing if index in self._dead or (

@@ -13,7 +13,7 @@ So there is one way to recover, the same for all causes.
 from __future__ import annotations
 
 from .. import messages as m
-from ..errors import BpsError, PeerLostError, ProtocolError
+from ..errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from ..long_lists import LongLists
@@ -25,6 +25,8 @@ class SchedulerState:
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
+        #: Whether it ends because too few nodes are heard. They are not told: another scheduler may hear a majority.
+        self.has_given_up = False
         self._settings = settings
         self._rebuilding: JobRebuild | None = None
         self._n_recalls = 0
@@ -43,6 +45,8 @@ class SchedulerState:
         connection that are read after the first one of a later connection are ignored. The node repeats them over the
         later one.
         """
+        if self.has_given_up:
+            return []
         process, number = m.dialled_as(sender)
         before = self._latest.get(process, sender)
         if number < m.dialled_as(before)[1]:
@@ -194,7 +198,12 @@ class SchedulerState:
                 raise rebuilding.aborted
             snapshot = rebuilding.snapshot(now)
         except BpsError as exc:
-            return self.abort(exc) if another is None else self._gather(now, m.refusal(exc))
+            if another is not None:
+                return self._gather(now, m.refusal(exc))
+            self.has_given_up = (self._settings.has_others and isinstance(exc, StallError)
+                                 and not rebuilding.is_alive)
+            out = self.abort(exc)
+            return [] if self.has_given_up else out
         if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []

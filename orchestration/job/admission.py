@@ -20,7 +20,7 @@ class JobSettings:
     processes on machines with ranks are those machines' nodes, the others are helpers, and `num_helpers` is ignored.
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes. `min_workers`: the fewest ranks with which the job goes on after a loss; 0: it ends with
-    any loss of a rank.
+    any loss of a rank. `has_others`: there may be another scheduler, at another address of the list.
     """
 
     num_nodes: int
@@ -40,6 +40,7 @@ class JobSettings:
     awaits_ranks: bool = False
     first_round: int = 1
     min_workers: int = 0
+    has_others: bool = False
     name: str = ""  # that no other job has
 
     @property
