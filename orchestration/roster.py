@@ -112,14 +112,13 @@ def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
     return 2 * n_heard > len(workers) or (2 * n_heard == len(workers) and min(workers, default=-1) in heard)
 
 
-def may_decide(heard: Collection[int], voters: Collection[Collection[int]], dead: Collection[int] = ()) -> bool:
+def may_decide(heard: Collection[int], voters: Collection[int], dead: Collection[int] = ()) -> bool:
     """Whether a scheduler that hears nodes *heard* may change a job for all.
 
-    *voters*: each set of nodes with ranks that may have been the last committed one: of each a majority must be heard.
-    Or all others are proven *dead*: one that only died counts, because it may have voted elsewhere before.
+    *voters*: the nodes with ranks of the last committed epoch, of which a majority must be heard. Or all others are
+    proven *dead*: one of them that is dead does not count, because it may have been ready at another scheduler before.
     """
-    return bool(voters) and all(
-        is_majority(heard, each) or set(each) <= {*heard, *dead} for each in voters)
+    return is_majority(heard, voters) or (bool(voters) and set(voters) <= {*heard, *dead})
 
 
 def describe_node(nodes: Sequence[NodeInfo], index: int) -> str:

@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     # the process's place in the job: set by a launcher, see `launch.roles`
     scheduler: Annotated[str, _about(
-        "address that the scheduler listens on, or a list: the first is where the job starts, a scheduler at a further "
+        "address that the scheduler listens on, or a list: the job starts at the first one, a scheduler at a further "
         "one takes over when the one before is lost", "host:port,...")] = ""
     scheduler_index: Annotated[int, _about(
         "which address of the list BPSFAST_SCHEDULER this scheduler listens on, from 0 on; -1: the first one that is an "

@@ -104,7 +104,8 @@ class Supervisor:
         self._restarts = restarts
         self._min_workers = min_workers
         self._spares = deque(spares)
-        self._present_scheduler: Process | None = None  # once a spare one has taken over
+        self._scheduler_name = spares[0].command.name if spares else ""
+        self._present_scheduler: Process | None = None  # the last one that was started, if there are spare ones
         self._started_as: dict[Process, tuple[ProcessHost, Sink]] = {}
         self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
@@ -165,6 +166,8 @@ class Supervisor:
         self._processes.append(process)
         self._started_as[process] = host, out
         self._errors[process] = err
+        if command.name == self._scheduler_name:
+            self._present_scheduler = process
         return process
 
     def _start_again(self, lost: Process) -> None:
@@ -290,13 +293,10 @@ class Supervisor:
 
     def _is_replaced(self, process: Process) -> bool:
         """Start the next scheduler if *process* was one, and the job can go on; return whether it has one."""
-        command, code = process.command, process.code or 0
-        if not self._spares and self._present_scheduler is None:
+        name, code = process.command.name, process.code or 0
+        if name != self._scheduler_name or not (process.is_lost or code < 0 or code == LEFT_BEHIND):
             return False
-        name = self._spares[0].command.name if self._spares else self._present_scheduler.command.name
-        if command.name != name or not (process.is_lost or code < 0 or code == LEFT_BEHIND):
-            return False
-        if self._present_scheduler not in (None, process):
+        if self._present_scheduler is not process:
             return True  # another one has taken over
         if process.is_lost and not self._has_majority:
             self._output.say(f"{name} {process.end_in_words()}: no scheduler takes over, as fewer nodes are left than "
@@ -309,7 +309,7 @@ class Supervisor:
                 continue
             self._output.say(f"{name} {process.end_in_words()}: another one is started at {spare.address}")
             self._n_restarts.pop(name, None)
-            self._present_scheduler = self._begin(spare.command, spare.host, out, self._errors[process])
+            self._begin(spare.command, spare.host, out, self._errors[process])
             return True
         return False
 

@@ -153,18 +153,15 @@ class NodeReports:
         return self._with_ranks - self.lost
 
     @property
-    def voters(self) -> list[frozenset[int]]:
-        """Each set of nodes with ranks that may have been committed last, of which a majority must report.
+    def voters(self) -> frozenset[int]:
+        """The nodes with ranks of the last epoch that a node has committed: a majority of them must report.
 
-        It is the one of the last epoch that a node has committed, and each one that a node was ready for after that:
-        another scheduler may have committed it. Only nodes with ranks count, because a helper that came late may have
-        been told of losses that were not committed.
+        Only nodes with ranks are asked, because a helper that came late may have been told of losses that were not
+        committed.
         """
         said = [report.rejoin for report in self.by_sender.values() if report.ranks]
-        latest = max((each.settled_epoch for each in said), default=0)
-        lost = {each.settled_lost for each in said if each.settled_epoch == latest} | {
-            each.lost for each in said if each.frozen and each.prepared and each.epoch > latest}
-        return [frozenset(self._with_ranks.difference(each)) for each in sorted(lost)]
+        last = max(said, key=lambda each: each.settled_epoch, default=None)
+        return frozenset(self._with_ranks.difference(last.settled_lost) if last is not None else ())
 
     @property
     def lost_ranks(self) -> set[int]:
@@ -186,7 +183,7 @@ _MAX_UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
-                  lost: Collection[int], absent: Sequence[int], voters: Sequence[Collection[int]] = (),
+                  lost: Collection[int], absent: Sequence[int], voters: Collection[int] = (),
                   dead: Collection[int] = ()) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
@@ -260,7 +257,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         n_declared=sum(each.n_declared for each in rejoins.values()), barrier=barrier, rates=rates,
         unmeasured=unmeasured,
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
-        answers=answers, voters=voters, dead=dead, lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
+        answers=answers, voters=voters, dead=dead,
+        lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
         | {rank for index in {*lost, *absent} for rank in nodes[index].ranks},
         later=[(index, message) for index, report in reports.items()
                for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])

@@ -44,7 +44,7 @@ class NodeLosses:
         self._accused: dict[tuple[bytes, bytes], tuple[float, PeerLostError]] = {}
         self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
         #: As in `may_decide`: losses that are not committed make a majority no smaller.
-        self._voters: Sequence[Collection[int]] = [frozenset(roster.workers)]
+        self._voters: Collection[int] = frozenset(roster.workers)
         self._dead: set[int] = set()
         #: The change under way.
         self.recovery: EpochChange | None = None
@@ -220,7 +220,7 @@ class NodeLosses:
             return []
         self.recovery, self.committed_epoch, self._committed_ranks = None, recovery.epoch, recovery.lost_ranks
         self._without_share -= recovery.joined
-        self._voters = [frozenset(self._roster.workers)]
+        self._voters = frozenset(self._roster.workers)
         return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes,
                                                                     recovery.redone, recovery.keepers))
 

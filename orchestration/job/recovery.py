@@ -419,7 +419,7 @@ class JobSnapshot:
     answers: Mapping[int, Sequence[Message]]
     later: Sequence[tuple[int, Message]]
     lost_ranks: AbstractSet[int] = frozenset()
-    voters: Sequence[Collection[int]] = ()
+    voters: Collection[int] = ()
     dead: Collection[int] = ()
 
     @property

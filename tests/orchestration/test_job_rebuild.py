@@ -60,7 +60,7 @@ def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
     said = reports(3, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
-    assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1))] and not rebuilding.tick(1.5)
+    assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1, is_short=True))] and not rebuilding.tick(1.5)
     tell(rebuilding, 1, said[1], 30.0)
     tell(rebuilding, 2, said[2], 30.0)
     assert rebuilding.snapshot(30.0) is None and rebuilding.snapshot(39.9) is None
