@@ -358,7 +358,8 @@ def _drawn_key(entries: Sequence[_Entry], settings: Settings, schedulers: Sequen
     With helpers, it is the key that they derive, too.
     """
     proofs = {entry.secret_proof for entry in entries}
-    is_local = all(is_loopback(host) for host, _ in schedulers) or (len(_machines(entries)) == 1 and not settings.expects_helpers)
+    is_local = all(is_loopback(host) for host, _ in schedulers) or (
+        len(_machines(entries)) == 1 and not settings.expects_helpers)
     if is_local and len(proofs) == 1 and proofs != {""}:
         return b""
     check_insecure(settings, "or reads the ranks' store could join the job" + (

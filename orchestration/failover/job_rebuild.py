@@ -208,6 +208,9 @@ class JobRebuild:
         told = [(index, self._reports.sender_of[index])
                 for index in sorted(self._reports.complete & self._reports.workers)]
         missing = set(range(len(self._nodes))) - self._reports.sender_of.keys() - self._reports.lost
+        for index in self._lost_voters:
+            self._probes.closed(now, index)
+            missing.add(index)
         return [each for index in sorted(missing)
                 for each in self._probes.ask(now, index, self._heard_at(index), lambda: told)]
 
@@ -276,11 +279,17 @@ class JobRebuild:
     def _find_dead(self, now: float) -> None:
         """Find nodes with ranks that are silent for a lease, and whose data port refuses connections, so that their
         process is dead: if only such ones are missing, the job goes on without them. A network that is cut refuses
-        nothing.
+        nothing. If the scheduler before has dropped a node, refusing for a while is enough.
         """
         missing = self._reports.workers - self._reports.sender_of.keys() if self._min_workers else set()
         self._dead = {index for index in missing if index in self._dead or (
-            self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)}
+            self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)} | {
+            index for index in self._lost_voters if index in self._dead or self._probes.is_dead(now, index)}
+
+    @property
+    def _lost_voters(self) -> set[int]:
+        """The nodes with ranks that count for the majority, though the scheduler before has dropped them."""
+        return set(self._reports.voters & self._reports.lost) if self._min_workers else set()
 
     def _n_left(self, gone: Sequence[int]) -> int:
         """Return how many ranks are not lost if nodes *gone* are."""
