@@ -30,6 +30,9 @@ _PATIENCE = 0.5
 _IMPATIENCE = 0.25
 #: The same, where the next address of several is tried, if this one refuses connections.
 _REFUSED_PATIENCE = 0.1
+#: Longest time between two calls of `tick` that does not mean that this process was stopped: a node's loop may wait for
+#: half of it.
+_USUAL_TICK_S = 0.5
 #: Share of the lease after which a scheduler that hears no majority is left for the next address. Each node draws a
 #: time in these limits, so that nodes at two such schedulers do not change places again and again.
 _SHORT_PATIENCE = 0.3, 0.6
@@ -197,7 +200,8 @@ class SchedulerClient:
         slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:
             return False
-        if slept_s > self._lease_s * _IMPATIENCE / 2:  # this process was stopped: what came meanwhile is unread
+        # This process was stopped, and what came meanwhile is unread.
+        if slept_s > max(self._lease_s * _IMPATIENCE / 2, _USUAL_TICK_S):
             self._heard = min(now, self._heard + slept_s) if self._heard is not None else None
             self._dialled = min(now, self._dialled + slept_s)
             self._short = None
@@ -261,6 +265,8 @@ class SchedulerClient:
             return self._lease_s * _IMPATIENCE if self._was_heard else math.inf
         if not self._was_heard and self._n_dialled == 1:
             return self._lease_s  # the job starts at the first address, perhaps later than this node
+        if self._secure:
+            return self._lease_s * _PATIENCE  # its process lives, and sends heartbeats
         return self._lease_s * (_REFUSED_PATIENCE if self._is_refused else _IMPATIENCE)
 
     def _beat(self) -> None:

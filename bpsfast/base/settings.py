@@ -59,8 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "address that the scheduler listens on, or a list: the job starts at the first one, a scheduler at a further "
         "one takes over when the one before is lost", "host:port,...")] = ""
     scheduler_index: Annotated[int, _about(
-        "which address of the list BPSFAST_SCHEDULER this scheduler listens on, from 0 on; -1: the first one that is an "
-        "address of this machine", ge=-1, le=_MAX_INT)] = -1
+        "which address of the list BPSFAST_SCHEDULER this scheduler listens on, from 0 on; -1: the first one that is "
+        "an address of this machine", ge=-1, le=_MAX_INT)] = -1
     coordinator: Annotated[str, _about(
         "address of the coordinator of an elastic job; set by `bpsfast run --elastic`", "host:port")] = ""
     member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MAX_INT)] = -1

@@ -89,12 +89,12 @@ def test_every_launcher_s_ranks_hand_the_list_on(launcher):
 
 
 def test_a_scheduler_listens_on_the_address_of_its_machine():
-    assert own_address(loaded(scheduler="192.0.2.1:7")) == 0, "the only one, wherever it leads"
-    assert own_address(loaded(scheduler="192.0.2.1:7,127.0.0.1:8,127.0.0.2:9")) == 1
-    assert own_address(loaded(scheduler="192.0.2.1:7,127.0.0.1:8,127.0.0.2:9", scheduler_index=2)) == 2
-    assert own_address(loaded(scheduler=f"192.0.2.1:7,{socket.gethostname()}:8")) == 1
+    assert own_address(loaded(scheduler="198.51.100.1:7")) == 0, "the only one, wherever it leads"
+    assert own_address(loaded(scheduler="198.51.100.1:7,127.0.0.1:8,127.0.0.2:9")) == 1
+    assert own_address(loaded(scheduler="198.51.100.1:7,127.0.0.1:8,127.0.0.2:9", scheduler_index=2)) == 2
+    assert own_address(loaded(scheduler=f"198.51.100.1:7,{socket.gethostname()}:8")) == 1
     with pytest.raises(ConfigError, match=r"none of the addresses in BPSFAST_SCHEDULER = .* is one of this machine"):
-        own_address(loaded(scheduler="192.0.2.1:7,192.0.2.2:8"))
+        own_address(loaded(scheduler="198.51.100.1:7,198.51.100.2:8"))
 
 
 def test_a_machine_finds_its_address_though_the_first_scheduler_s_name_is_gone():
