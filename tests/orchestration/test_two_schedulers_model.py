@@ -5,8 +5,8 @@ under way to and from the one before is lost, and that one notices late, or neve
 reason, die, and fall silent for a scheduler.
 
 What must hold: the sets of nodes that commits go to are a chain, each of which contains the next, except those all of
-whose nodes have died. So two schedulers never go on with parts of the job that do not contain each other. And if nothing more happens, the nodes that remain are
-led by one scheduler, which commits a new tensor.
+whose nodes have died. So two schedulers never go on with parts of the job that do not contain each other. And if
+nothing more happens, the nodes that remain are led by one scheduler, which commits a new tensor.
 """
 from __future__ import annotations
 
