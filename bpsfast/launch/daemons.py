@@ -267,7 +267,8 @@ def run_scheduler(settings: Settings) -> int:
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
         awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
         min_workers=settings.min_workers if settings.on_worker_loss == "continue" else 0,
-        has_others=len(addresses) > 1)
+        has_others=len(addresses) > 1,
+        is_replaced=len(addresses) > 1 and process_identity.is_below_launcher())
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)

@@ -101,9 +101,13 @@ class RemoteHosts(Closing):
         """
         found = []
         for host in self.hosts[1:1 + _N_SPARES]:
+            assert host.agent is not None, "connected"
             others = [other for other in self.hosts if other is not host]
-            with contextlib.suppress(ConfigError):
-                found.append((host, self.address_of(host, others)))
+            # First alone the one that ssh uses: trying all takes seconds if some do not answer.
+            for address_wanted in (*host.agent.addresses[:1], ""):
+                with contextlib.suppress(ConfigError):
+                    found.append((host, self.address_of(host, others, address_wanted)))
+                    break
         return found
 
     def master_port(self) -> int:

@@ -8,6 +8,7 @@ job, on two sides of a network partition, at most one decides anything.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -41,18 +42,22 @@ class JobRebuild:
         As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
     lost
         The nodes that were lost before.
+    short_s
+        How long to go on without a majority; *timeout_s* if that is shorter.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
                  fingerprint: Mapping[str, str] | None = None, min_workers: int = 0,
-                 lost: Collection[int] = ()) -> None:
+                 lost: Collection[int] = (), short_s: float = math.inf) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
         self._min_workers = min_workers
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
+        self._short_s = short_s
+        self._short_since = now
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
         self._heard = {sender: heard for sender, (_, heard) in (known or {}).items()}
@@ -188,17 +193,23 @@ class JobRebuild:
         if slept_s > self._lease_s / 2:
             self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
             self._began += slept_s
+            self._short_since += slept_s
             self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
         if now - self._began >= self._timeout_s:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
+        is_alive = self.is_alive
+        self._short_since = now if is_alive else self._short_since
+        if now - self._short_since >= self._short_s:
+            self.aborted = StallError(f"this scheduler has not heard a majority of the nodes with ranks for "
+                                      f"{self._short_s:g} s: {self._describe()}")
         out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
-        heartbeat = m.Heartbeat(sequence=self._n_heartbeats, is_short=not self.is_alive)
+        heartbeat = m.Heartbeat(sequence=self._n_heartbeats, is_short=not is_alive)
         return out + [(sender, heartbeat) for sender in self.senders]
 
     def _probe_silent(self, now: float) -> m.Outgoing:

@@ -12,12 +12,18 @@ So there is one way to recover, the same for all causes.
 """
 from __future__ import annotations
 
+import math
+
 from .. import messages as m
 from ..errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from ..long_lists import LongLists
 from .job_rebuild import JobRebuild
+
+#: Share of `start_timeout_s` after which a scheduler that hears no majority leaves the job to the next one, which its
+#: launcher starts then: the nodes look for it for the rest of that time.
+_SHORT = 0.5
 
 
 class SchedulerState:
@@ -175,7 +181,8 @@ class SchedulerState:
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint, min_workers=settings.min_workers,
-            lost=[index for index in self.job.roster.lost if index < n_known])
+            lost=[index for index in self.job.roster.lost if index < n_known],
+            short_s=_SHORT * settings.start_timeout_s if settings.is_replaced else math.inf)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),

@@ -246,7 +246,7 @@ class Job:
         if self.admitted and now >= self._next_probe:
             self._next_probe = now + self.settings.heartbeat_s * _PROBE_SHARE
             out += self._probe_silent(now)
-        for sender, error in self._losses.judged(now, self._silent_s(now)) if self.admitted else ():
+        for sender, error in self._losses.judged(now, self._silent_s(now), self._is_closed) if self.admitted else ():
             out += self._lose(now, sender, error)
         if self.admitted:
             out += self._expire(now)
@@ -263,6 +263,10 @@ class Job:
     def _silent_s(self, now: float) -> Callable[[bytes], float]:
         """Return for how long each node has been silent."""
         return lambda sender: now - self._heartbeats.seen.get(sender, now)
+
+    def _is_closed(self, sender: bytes) -> bool:
+        """Whether the connection of the node behind *sender* has closed, without a new one."""
+        return self._probes.is_closed(self.roster.index_of(sender))
 
     def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
         """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""

@@ -67,11 +67,12 @@ class NodeLosses:
         """Return why another node with ranks calls *sender* lost, if one does."""
         return next((error for (accused, _), (_, error) in self._accused.items() if accused == sender), None)
 
-    def judged(self, now: float, silent_s: Callable[[bytes], float]) -> list[tuple[bytes, PeerLostError]]:
+    def judged(self, now: float, silent_s: Callable[[bytes], float],
+               is_closed: Callable[[bytes], bool] = lambda sender: False) -> list[tuple[bytes, PeerLostError]]:
         """Return the node that is dropped because of what nodes with ranks say of each other, if it is time, and why.
 
-        They do not reach each other, and one has to go: that which most others do not reach, or which has been silent
-        for longer here (*silent_s*), or the later one.
+        They do not reach each other, and one has to go: that whose connection *is_closed* here, or which most others do
+        not reach, or which has been silent for longer here (*silent_s*), or the later one.
         """
         if not any(now - since >= _JUDGED_S for since, _ in self._accused.values()):
             return []
@@ -81,7 +82,7 @@ class NodeLosses:
             partners.setdefault(accuser, set()).add(accused)
         longest_s = max(map(silent_s, partners))
         chosen = max(partners, key=lambda sender: (
-            len(partners[sender]), longest_s > _ALIVE_S and silent_s(sender) > longest_s / 2,
+            is_closed(sender), len(partners[sender]), longest_s > _ALIVE_S and silent_s(sender) > longest_s / 2,
             self._roster.index_of(sender)))
         error = self.accusation(chosen) or PeerLostError(
             f"{self._roster.describe_node(self._roster.index_of(chosen))} calls others lost that reach each other")
