@@ -37,7 +37,9 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--scheduler", metavar="HOST:PORT", help="Address to listen on.")
+@click.option("--scheduler", metavar="HOST:PORT,...", help="Address to listen on, or a list: see below.")
+@click.option("--index", "scheduler_index", type=click.IntRange(0), help="Which address of the list to listen on, from "
+              "0 on.  [default: the first one of this machine]")
 @click.option("--num-nodes", type=click.IntRange(1), help="Number of machines with ranks to wait for.")
 @click.option("--num-helpers", type=click.IntRange(0), help="Number of helpers (machines without ranks) to wait for.")
 @click.option("--max-helpers", type=click.IntRange(0), help="Most helpers at a time, including those "
@@ -50,7 +52,9 @@ def scheduler(starter_fd: int | None, settings_fd: int | None, assignments: tupl
               **options: Any) -> None:
     """Run the job's scheduler.
 
-    It ends when all ranks have left the job. If it is killed, start it again at the same address.
+    It ends when all ranks have left the job. If it is killed, start it again at the same address. If --scheduler is a
+    list, the same for all processes of the job, a scheduler on the machine of a further address takes over when the one
+    before is lost with its machine.
 
     \b
     export BPSFAST_JOB_KEY=$(openssl rand -hex 32)   the same on all machines
@@ -71,7 +75,7 @@ def scheduler(starter_fd: int | None, settings_fd: int | None, assignments: tupl
 
 
 @cli.command()
-@click.option("--scheduler", metavar="HOST:PORT", help="Address of the scheduler.")
+@click.option("--scheduler", metavar="HOST:PORT,...", help="Address of the scheduler, or a list of them.")
 @click.option("--local-size", type=click.IntRange(0), help="Number of ranks on this machine; 0 makes it a helper.")
 @click.option("--helper", is_flag=True, help="Run without ranks: only sum for other machines.")
 @click.option("--cores", type=_COUNT, help="Use at most this many CPUs (the idlest of one NUMA node, or of --cpus).")

@@ -19,7 +19,7 @@ from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
-VERSION = 23
+VERSION = 24
 #: The longest message to the scheduler. Long declarations are sent in pieces (`long_lists`).
 LONGEST_NBYTES = 16 << 20
 
@@ -306,10 +306,14 @@ class BarrierEnter(Message):
 
 
 class Heartbeat(Message):
-    """Sent every heartbeat interval in both directions. `sent_ns`: a node's clock, to be answered by `Echo`."""
+    """Sent every heartbeat interval in both directions. `sent_ns`: a node's clock, to be answered by `Echo`.
+
+    `is_short`: this scheduler does not hear a majority, so decides nothing; nodes look for another one.
+    """
 
     sequence: int
     sent_ns: int = 0
+    is_short: bool = False
 
 
 class Lost(Message):
@@ -404,7 +408,8 @@ class Rejoin(Message):
     ranks that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is done.
     `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not). `is_late`:
     the node came to the running job, and knows only units that concern it. `joining`: nodes expected late that had not
-    been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
+    been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves. `settled_epoch`: the last
+    epoch that was committed here, without nodes `settled_lost`.
     """
 
     version: int
@@ -435,6 +440,8 @@ class Rejoin(Message):
     is_late: bool = False
     joining: tuple[int, ...] = ()
     nodes_left: tuple[int, ...] = ()
+    settled_epoch: int = 1
+    settled_lost: tuple[int, ...] = ()
 
 
 class CommittedUnits(Message):

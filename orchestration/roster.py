@@ -112,6 +112,15 @@ def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
     return 2 * n_heard > len(workers) or (2 * n_heard == len(workers) and min(workers, default=-1) in heard)
 
 
+def may_decide(heard: Collection[int], voters: Collection[int], dead: Collection[int] = ()) -> bool:
+    """Whether a scheduler that hears nodes *heard* may change a job for all.
+
+    *voters*: the nodes with ranks of the last committed epoch, of which a majority must be heard. Or all others are
+    proven *dead*: one of them that is dead does not count, because it may have been ready at another scheduler before.
+    """
+    return is_majority(heard, voters) or (bool(voters) and set(voters) <= {*heard, *dead})
+
+
 def describe_node(nodes: Sequence[NodeInfo], index: int) -> str:
     """Describe a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
     node = nodes[index]

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from bpsfast.base import settings
 from bpsfast.launch import daemons, local_job
 from bpsfast.launch.namespaces import FaultyLink
@@ -23,24 +25,27 @@ class Processes:
 
     They run on this machine, or on the two machines of *link*: the scheduler on "a", other processes as *machine_of*
     says. Each rank runs ``python -m program FILE *arguments``, where FILE is its `path`; outputs are also in *folder*.
-    *values*: settings of the job. *absent*: processes that the job expects and that are not started. `scheduler` is the
-    scheduler's address, `key` the job's key in hex.
+    *values*: settings of the job. *absent*: processes that the job expects and that are not started. *moves*: the
+    scheduler has a second address (`start_next_scheduler`). `scheduler` is the scheduler's address, `key` the job's key
+    in hex.
     """
 
     def __init__(self, folder: Path, ranks: tuple[int, ...], n_helpers: int, values: Mapping[str, object],
                  program: str, *arguments: object, link: FaultyLink | None = None,
-                 machine_of: Callable[[str], str] = lambda name: "a", absent: Collection[str] = ()) -> None:
+                 machine_of: Callable[[str], str] = lambda name: "a", absent: Collection[str] = (),
+                 moves: bool = False) -> None:
         self._folder, self._link, self._machine_of = folder, link, machine_of
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
         shape = local_job.JobShape(ranks=ranks, n_helpers=n_helpers)
         self._commands: dict[str, Command] = {}
-        self._reserved = daemons.reserve_port("127.0.0.1")
+        self._reserved = [daemons.reserve_port(host) for host in ("127.0.0.1", "127.0.0.2")[:1 + moves]]
         try:
-            self.scheduler: tuple[str, int] = self._reserved.getsockname()[:2]
+            self.scheduler: tuple[str, int] = self._reserved[0].getsockname()[:2]
             self.key = secrets.token_hex(32)
             n_ranks = 0
             for command in local_job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
-                                          {**os.environ, "OMP_NUM_THREADS": "1"}, self.scheduler, self.key):
+                                          {**os.environ, "OMP_NUM_THREADS": "1"}, self.scheduler, self.key,
+                                          next_schedulers=[each.getsockname()[:2] for each in self._reserved[1:]]):
                 argv = list(command.argv)
                 if command.kind is Kind.RANK:
                     argv += [str(self.path(n_ranks)), *map(str, arguments)]
@@ -65,6 +70,11 @@ class Processes:
         """Start a daemon that was killed again."""
         self._popen[name].wait()
         self._start(self._commands[name], list(self._commands[name].argv))
+
+    def start_next_scheduler(self) -> None:
+        """Start a scheduler at the second address, in place of the first one."""
+        command = msgspec.structs.replace(local_job.next_scheduler(self._commands["scheduler"], 1), name="scheduler 1")
+        self._start(command, list(command.argv))
 
     def wait(self, deadline: float) -> dict[str, int | None]:
         """Return the exit codes by name, None of those that have not ended by *deadline* (monotonic seconds)."""
@@ -95,7 +105,8 @@ class Processes:
                                                          stderr=subprocess.STDOUT)
 
     def _end(self) -> None:
-        self._reserved.close()
+        for each in self._reserved:
+            each.close()
         for process in self._popen.values():
             if process.poll() is None:
                 process.kill()

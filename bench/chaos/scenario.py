@@ -13,7 +13,7 @@ Class = Literal["undisturbed", "lost helper", "two helpers", "hung helper", "sho
                 "reset connections", "refused data", "refused control", "lost host", "foreign helper",
                 "absent helper", "lost scheduler", "hung scheduler", "lost rank", "lost node",
                 "lost worker, shrink", "lost worker, wait", "rejoining worker", "survived rank", "survived node",
-                "survived several"]
+                "survived several", "survived first host"]
 
 #: How often each kind occurs in `CYCLE` consecutive trials.
 _FREQUENCIES: dict[Class, int] = {
@@ -21,7 +21,7 @@ _FREQUENCIES: dict[Class, int] = {
     "reset connections": 3, "refused data": 2, "refused control": 2, "lost host": 1, "foreign helper": 1,
     "absent helper": 1, "lost rank": 1, "lost node": 1, "lost scheduler": 3, "hung scheduler": 1,
     "lost worker, shrink": 3, "lost worker, wait": 3, "rejoining worker": 3, "survived rank": 3, "survived node": 3,
-    "survived several": 4}
+    "survived several": 4, "survived first host": 2}
 CYCLE = sum(_FREQUENCIES.values())
 #: Kinds in which the job may also end with an error that names who is lost; in all others every rank must go on with
 #: the bits of an undisturbed job.
@@ -35,7 +35,9 @@ LOST_WORKER: dict[Class, str] = {"lost worker, shrink": "shrink", "lost worker, 
 #: Kinds of elastic jobs that go on without a lost worker, until its replacement joins.
 GOES_ON: tuple[Class, ...] = ("rejoining worker",)
 #: Kinds of jobs that go on without lost ranks (the setting on_worker_loss).
-SURVIVED: tuple[Class, ...] = ("survived rank", "survived node", "survived several")
+SURVIVED: tuple[Class, ...] = ("survived rank", "survived node", "survived several", "survived first host")
+#: Kinds in which the scheduler is lost for good, and another one takes over at the next address.
+MOVED: tuple[Class, ...] = ("survived first host",)
 #: Kinds in which the job must have gone on without a process.
 _ALWAYS_MISSED: tuple[Class, ...] = ("lost helper", "two helpers", "lost host", *SURVIVED)
 
@@ -59,10 +61,10 @@ class Fault:
     """One fault, `delay_s` after rank 0 has begun `step` or after the fault before.
 
     The process `role` is killed, or stopped for `seconds` if that is not 0; with `restarts` it is killed, and started
-    again after `seconds`. For the role `LINK`: nothing from the machines `senders` arrives for `seconds`; or `n_resets`
-    connections are reset in the middle of a transfer; or a firewall resets and refuses for `seconds` what is `refused`
-    ("data", or "control": connections to the scheduler); or the link is cut and the helpers behind it are killed
-    `for_good`.
+    again after `seconds`; with `moves` it is killed for good, and the next scheduler started after `seconds`. For the
+    role `LINK`: nothing from the machines `senders` arrives for `seconds`; or `n_resets` connections are reset in the
+    middle of a transfer; or a firewall resets and refuses for `seconds` what is `refused` ("data", or "control":
+    connections to the scheduler); or the link is cut and the helpers behind it are killed `for_good`.
     """
 
     step: int
@@ -74,6 +76,7 @@ class Fault:
     restarts: bool = False
     refused: str = ""
     for_good: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Scenario:
         """The processes that are killed, and not started again."""
         if any(fault.for_good for fault in self.faults):
             return {f"helper {i}" for i in range(self.n_helpers)}
-        return {fault.role for fault in self.faults if not fault.seconds and not fault.restarts} - {LINK, FOREIGNER}
+        return {fault.role for fault in self.faults
+                if fault.moves or (not fault.seconds and not fault.restarts)} - {LINK, FOREIGNER}
 
     @property
     def lost_ranks(self) -> set[int]:
@@ -157,6 +161,8 @@ def draw(seed: int) -> Scenario:
     n_helpers = chance.choice([1, 2, 3]) if kind != "two helpers" else 3
     if kind in LOST_WORKER:
         n_helpers = 0
+    if kind in MOVED:  # a majority is left
+        ranks = chance.choice([(1, 1, 1), (2, 1, 1)])
     scenario = Scenario(seed, kind, ranks, n_helpers, chance.choice(["tcp", "auto"]),
                         chance.choice(["optimal", "ps"]), ())
     return dataclasses.replace(scenario, faults=tuple(_faults(scenario, chance)))
@@ -209,6 +215,10 @@ def _faults(scenario: Scenario, chance: random.Random) -> list[Fault]:
             return [Fault(step, delay_s, f"node {chance.randrange(len(scenario.ranks))}")]
         case "survived several":
             return _two_losses(scenario, chance, step, delay_s, helpers)
+        case "survived first host":
+            seconds = chance.choice([0.0, 0.3, 1.0])
+            return [Fault(step, delay_s, "node 0"),
+                    Fault(step, chance.choice([0.0, 0.01, 0.3]), "scheduler", seconds, moves=True)]
         case "lost worker, shrink":
             return [Fault(step, delay_s, f"worker {chance.randrange(sum(scenario.ranks))}")]
         case "lost worker, wait" | "rejoining worker":

@@ -27,6 +27,7 @@ from .scenario import (
     LINK,
     LOST_WORKER,
     MAY_RAISE,
+    MOVED,
     ON_A_LINK,
     SURVIVED,
     Fault,
@@ -76,7 +77,8 @@ def run(scenario: Scenario, folder: Path) -> Verdict:
         link = stack.enter_context(FaultyLink("a", "b", mtu=9000)) if scenario.kind in ON_A_LINK else None
         processes = stack.enter_context(Processes(
             folder, scenario.ranks, scenario.n_helpers, _values(scenario), _PROGRAM, folder / STOP,
-            scenario.n_recoveries, link=link, machine_of=scenario.machine_of, absent=scenario.absent))
+            scenario.n_recoveries, link=link, machine_of=scenario.machine_of, absent=scenario.absent,
+            moves=scenario.kind in MOVED))
         struck: dict[str, float] = {}
         for fault in scenario.faults:
             _await(processes, fault.step)
@@ -178,12 +180,15 @@ def _await(processes: Processes, n_steps: int) -> None:
 
 
 def _strike(processes: Processes, fault: Fault) -> float:
-    """Kill, stop or restart a process; return when (CLOCK_MONOTONIC)."""
+    """Kill, stop, restart or replace a process; return when (CLOCK_MONOTONIC)."""
     process, at_s = processes[fault.role], time.monotonic()
-    process.send_signal(signal.SIGSTOP if fault.seconds and not fault.restarts else signal.SIGKILL)
+    is_stopped = fault.seconds and not (fault.restarts or fault.moves)
+    process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
     time.sleep(fault.seconds)
     if fault.restarts:
         processes.restart(fault.role)
+    elif fault.moves:
+        processes.start_next_scheduler()
     elif fault.seconds:
         process.send_signal(signal.SIGCONT)
     return at_s

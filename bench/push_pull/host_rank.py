@@ -20,7 +20,7 @@ import psutil
 
 import bpsfast
 from bpsfast.base.addresses import family_of
-from bpsfast.base.settings import parse_address
+from bpsfast.base.settings import parse_addresses
 from bpsfast.bench.harness import samples
 from bpsfast.bench.harness.bpsfast_rank import BpsfastRank
 from bpsfast.bench.harness.contestant import Timer
@@ -79,7 +79,7 @@ def _of_all(numbers: Sequence[float]) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def rendezvous() -> Iterator[dict[str, str]]:
     """Yield the environment variables of gloo's rendezvous, on the network of our ranks; the port stays reserved."""
-    host = parse_address(os.environ["BPSFAST_SCHEDULER"])[0]
+    host, _ = parse_addresses(os.environ["BPSFAST_SCHEDULER"])[0]
     port = np.zeros(1)
     with contextlib.ExitStack() as stack:
         if bpsfast.rank() == 0:

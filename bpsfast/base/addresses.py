@@ -93,13 +93,32 @@ def unreachable_hint(host: str, port: int) -> str:
                 "check BPSFAST_SCHEDULER, and that the scheduler runs there.")
 
 
-def local_host(settings: Settings, scheduler_host: str) -> str:
+def no_scheduler_hint(schedulers: Sequence[tuple[str, int]]) -> str:
+    """Return the `unreachable_hint` of the first of *schedulers*; "" if one of them can be reached."""
+    hints = []
+    for address in schedulers:
+        hints.append(unreachable_hint(*address))
+        if not hints[-1]:
+            return ""
+    return hints[0]
+
+
+def local_host(settings: Settings, scheduler_hosts: Sequence[str]) -> str:
     """Return this machine's own address: `node_host`, else the interface's, else that of the route to the scheduler.
 
-    Raises `ConfigError` if the interface does not exist or has no address, or there is no route. `StallError` if the
-    scheduler's name was not resolved within `start_timeout_s`.
+    Of several *scheduler_hosts* the first one counts to which there is a route. Raises `ConfigError` if the interface
+    does not exist or has no address, or there is no route. `StallError` if no name was resolved within
+    `start_timeout_s`.
     """
-    return configured_host(settings) or job_route_source(scheduler_host, settings.start_timeout_s)
+    found = configured_host(settings)
+    if found:
+        return found
+    for host in scheduler_hosts[:-1]:
+        try:
+            return job_route_source(host, settings.start_timeout_s / len(scheduler_hosts))
+        except (ConfigError, StallError) as exc:
+            _log.info("the next address of the scheduler tells this machine's own one: %s", exc)
+    return job_route_source(scheduler_hosts[-1], settings.start_timeout_s / len(scheduler_hosts))
 
 
 def configured_host(settings: Settings) -> str:

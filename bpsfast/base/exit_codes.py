@@ -28,7 +28,7 @@ WORDS = {
     USAGE: "an option or a setting is invalid; the last line names it",
     ENVIRONMENT: "the machine lacks what the command needs: a device, a library, a permission, memory",
     TIMEOUT: "something did not answer in time",
-    LEFT_BEHIND: "helper: its job lost or refused it, and goes on without it",
+    LEFT_BEHIND: "helper or scheduler: its job lost or refused it, and goes on without it",
     ABORTED: "node or scheduler: another process failed first and ended the job; the last line names it",
 }
 #: Further exit codes of `bpsfast run`, besides those of processes and 128 + N; see `words_of`.

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
 from .addresses import is_loopback
-from .settings import Settings, parse_address
+from .settings import Settings, first_address, parse_addresses
 
 _log = logging.getLogger("bpsfast.roles")
 _ANY_NODE = Settings().node_id
@@ -115,19 +115,23 @@ def given_key(settings: Settings) -> str:
 
 
 def job_key(settings: Settings, scheduler: str) -> bytes:
-    """Return the key of the job with the scheduler at *scheduler* ("host:port").
+    """Return the key of the job with the scheduler at *scheduler* (``host:port``, or a list of them).
 
     It is the given one; else, if only this machine can reach the scheduler, one derived from `machine_secret`. Any
-    other job without a key is refused, unless BPSFAST_INSECURE=1: then the key follows from the address, and is no
-    secret.
+    other job without a key is refused, unless BPSFAST_INSECURE=1: then the key follows from the first address, and is
+    no secret.
 
     Raises `ConfigError` if there is no key, its file cannot be read, or it is too short or not hexadecimal.
     """
-    host = parse_address(scheduler, "the scheduler")[0]
-    if given_key(settings) or is_loopback(host):
-        return local_key(settings, scheduler)
+    first = first_address(scheduler)
+    are_loopback = [is_loopback(host) for host, _ in parse_addresses(scheduler)]
+    if any(are_loopback) and not all(are_loopback):
+        raise ConfigError(f"BPSFAST_SCHEDULER = {scheduler} has addresses of the loopback and others: name an address "
+                          "of each machine that all machines of the job reach")
+    if given_key(settings) or all(are_loopback):
+        return local_key(settings, first)
     check_insecure(settings, f"could join the job of the scheduler at {scheduler}")
-    return security.job_key(None, f"bpsfast|{scheduler}")
+    return security.job_key(None, f"bpsfast|{first}")
 
 
 def local_key(settings: Settings, common: str) -> bytes:
@@ -156,10 +160,10 @@ def check_insecure(settings: Settings, danger: str) -> None:
 
 
 def default_node_id(settings: Settings, scheduler: str) -> str:
-    """Return the name of this machine's node in the job with the scheduler at *scheduler* ("host:port"), as two jobs on
-    one machine may have the same key.
+    """Return the name of this machine's node in the job with the scheduler at *scheduler* (``host:port``, or a list of
+    them), as two jobs on one machine may have the same key.
     """
-    return node_id_or_default(settings, f"machine of {scheduler.lower()}")
+    return node_id_or_default(settings, f"machine of {first_address(scheduler).lower()}")
 
 
 def node_id_or_default(settings: Settings, name: str) -> str:

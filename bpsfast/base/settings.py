@@ -12,13 +12,13 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.host_lookup import is_address
+from ..orchestration.host_lookup import format_address, is_address
 from ..orchestration.placement_policy import check_policy
 from . import logs, profile as profiles
 from .byteps_variables import ALIASES, Translated, clamped, report, translate
@@ -55,7 +55,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of one process, read once and never changed. Where -1 is not a legal value it means unset."""
 
     # the process's place in the job: set by a launcher, see `launch.roles`
-    scheduler: Annotated[str, _about("address that the scheduler listens on", "host:port")] = ""
+    scheduler: Annotated[str, _about(
+        "address that the scheduler listens on, or a list: the job starts at the first one, a scheduler at a further "
+        "one takes over when the one before is lost", "host:port,...")] = ""
+    scheduler_index: Annotated[int, _about(
+        "which address of the list BPSFAST_SCHEDULER this scheduler listens on, from 0 on; -1: the first one that is "
+        "an address of this machine", ge=-1, le=_MAX_INT)] = -1
     coordinator: Annotated[str, _about(
         "address of the coordinator of an elastic job; set by `bpsfast run --elastic`", "host:port")] = ""
     member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MAX_INT)] = -1
@@ -434,6 +439,28 @@ def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, in
     return host, int(port)
 
 
+def parse_addresses(text: str, origin: str = "BPSFAST_SCHEDULER") -> list[tuple[str, int]]:
+    """Return the addresses of a list ``host:port,host:port,...``, each as `parse_address`.
+
+    Raises `ConfigError` if one of them is not an address, or stands there twice.
+    """
+    found = [parse_address(each.strip(), origin) for each in text.split(",")]
+    twice = next((each for number, each in enumerate(found) if each in found[:number]), None)
+    if twice is not None:
+        raise ConfigError(f"{origin} = {text!r} has the address {format_address(*twice)} twice: name each once")
+    return found
+
+
+def format_addresses(addresses: Sequence[tuple[str, int]]) -> str:
+    """Return *addresses* as a list that `parse_addresses` reads."""
+    return ",".join(format_address(*each) for each in addresses)
+
+
+def first_address(text: str) -> str:
+    """Return the first address of a list, which stands for the job: processes may know different parts of the rest."""
+    return format_address(*parse_addresses(text)[0])
+
+
 def _known(name: str, spelled: str, where: str) -> None:
     if name in _NAMES:
         return
@@ -520,7 +547,9 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     require(not (settings.nic_limit and settings.transport == "rdma"), "nic_limit",
             f" applies to tcp connections, which {shown('transport')} does not use: use transport auto or tcp")
     if settings.scheduler:
-        parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
+        n_addresses = len(parse_addresses(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})"))
+        require(settings.scheduler_index < n_addresses, "scheduler_index",
+                f": {shown('scheduler')} has {n_addresses} addresses, counted from 0")
     require(settings.transport != "shm" or settings.allow_shm, "transport", f" contradicts {shown('allow_shm')}")
 
 

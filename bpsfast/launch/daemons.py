@@ -25,11 +25,11 @@ import msgspec
 
 from .._version import __version__
 from ..base import logs, process_identity
-from ..base.addresses import is_loopback
-from ..base.exit_codes import FAILED, code_of_daemon
+from ..base.addresses import is_loopback, local_hosts_among
+from ..base.exit_codes import FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.job_key import job_key
 from ..base.resources import allow_all_descriptors, is_ready
-from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
+from ..base.settings import Settings, environment, fingerprint, parse_addresses, take_job_key
 from ..orchestration.errors import ConfigError, error_of
 from ..orchestration.wake_up import WakeUp
 from . import spare_daemons
@@ -220,7 +220,7 @@ def start_node(role: ProcessRole, settings: Settings) -> subprocess.Popen:
 
 def _start_scheduler(role: ProcessRole, settings: Settings, spares: SpareDaemons | None) -> subprocess.Popen:
     return _start("scheduler", msgspec.structs.replace(
-        role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1), spares)
+        role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1, scheduler_index=0), spares)
 
 
 def _start(command: str, settings: Settings, spares: SpareDaemons | None) -> subprocess.Popen:
@@ -247,7 +247,8 @@ def run_scheduler(settings: Settings) -> int:
                           "or BPSFAST_SIZE where only the number of ranks is known")
     if not settings.scheduler:
         raise ConfigError("the scheduler must know where to listen: set BPSFAST_SCHEDULER (--scheduler host:port)")
-    host, port = parse_address(settings.scheduler, "BPSFAST_SCHEDULER")
+    addresses = parse_addresses(settings.scheduler)
+    host, port = addresses[own_address(settings)]
     logs.configure(settings.log_level, "scheduler")
     take_job_key()
     allow_all_descriptors()
@@ -258,14 +259,36 @@ def run_scheduler(settings: Settings) -> int:
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
         awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
-        min_workers=settings.min_workers if settings.on_worker_loss == "continue" else 0)
+        min_workers=settings.min_workers if settings.on_worker_loss == "continue" else 0,
+        has_others=len(addresses) > 1,
+        is_replaced=len(addresses) > 1 and process_identity.is_below_launcher())
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     code, aborted = scheduler.run(), scheduler.aborted
+    if scheduler.has_given_up:
+        return LEFT_BEHIND
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
+
+
+def own_address(settings: Settings) -> int:
+    """Return which address of the list BPSFAST_SCHEDULER a scheduler on this machine listens on.
+
+    It is `scheduler_index`, else the first one that is an address of this machine. Raises `ConfigError` if none of
+    several is one.
+    """
+    addresses = parse_addresses(settings.scheduler)
+    if settings.scheduler_index >= 0 or len(addresses) == 1:
+        return max(0, settings.scheduler_index)
+    own = local_hosts_among([host for host, _ in addresses])
+    found = next((number for number, (host, _) in enumerate(addresses) if host in own), None)
+    if found is None:
+        raise ConfigError(f"none of the addresses in BPSFAST_SCHEDULER = {settings.scheduler} is one of this machine: "
+                          "start the scheduler on a machine of the list, or say which address leads here by "
+                          "BPSFAST_SCHEDULER_INDEX (--index), counted from 0")
+    return found
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:

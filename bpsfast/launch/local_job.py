@@ -20,9 +20,8 @@ import msgspec
 from ..base import logs
 from ..base.addresses import configured_host
 from ..base.job_key import given_key
-from ..base.settings import Settings, environment
+from ..base.settings import Settings, environment, format_addresses
 from ..orchestration.errors import ConfigError
-from ..orchestration.host_lookup import format_address
 from . import roles
 from .daemons import N_RESTARTS, clean_environment, reserve_master_port, reserve_port, run_scheduler
 from .environments import is_local_byteps_job
@@ -67,21 +66,23 @@ def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = Non
 
 def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
          scheduler: tuple[str, int], key: str, cluster: Cluster | FaultyLink | None = None, python: str = "",
-         master_port: int = 0) -> list[Command]:
+         master_port: int = 0, next_schedulers: Sequence[tuple[str, int]] = ()) -> list[Command]:
     """Return the job's commands in the order of starting: scheduler, nodes, helpers, ranks.
 
     The address of the *scheduler* and the job's *key* (hex) are in every environment and in no command line. *cluster*
     has machines to start on, named as `JobShape.machines`; None: all on this one, over loopback. If *python* is given,
     the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added to those of
     the hosts, and each node finds its own address. *master_port* is free on rank 0's machine, where the scheduler runs
-    unless there is a *cluster*; 0: not known yet.
+    unless there is a *cluster*; 0: not known yet. *next_schedulers*: where another scheduler may take over
+    (`next_scheduler`).
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(
-        settings, scheduler=format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
-        num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
-        node_index=-1)
-    commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
+        settings, scheduler=format_addresses([scheduler, *next_schedulers]), scheduler_index=-1, job_key=key,
+        job_key_file="", num_nodes=len(shape.ranks), num_helpers=shape.n_helpers, num_servers=-1,
+        size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1, node_index=-1)
+    first = msgspec.structs.replace(job, scheduler_index=0 if next_schedulers else -1)
+    commands = [_daemon("scheduler", "scheduler", first, base, cluster.hub if cluster else None, python)]
     master = (cluster[shape.machines[0]].address if cluster else scheduler[0], master_port)
     ranks: list[Command] = []
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
@@ -100,6 +101,11 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
             ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables,
                                  machine.via() if machine else (), node=index))
     return commands + ranks
+
+
+def next_scheduler(scheduler: Command, index: int) -> Command:
+    """Return the command of the scheduler at the address *index* of the list, in place of the first *scheduler*."""
+    return msgspec.structs.replace(scheduler, environ={**scheduler.environ, "BPSFAST_SCHEDULER_INDEX": str(index)})
 
 
 def fewest_workers(settings: Settings) -> int | None:

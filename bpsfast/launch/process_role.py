@@ -11,9 +11,8 @@ import msgspec
 
 from ..base.byteps_variables import whole_number
 from ..base.job_key import default_node_id, given_key, job_key, local_key
-from ..base.settings import Settings, parse_address
+from ..base.settings import Settings, format_addresses, parse_addresses
 from ..orchestration.errors import ConfigError
-from ..orchestration.host_lookup import format_address
 from .spare_daemons import SpareDaemons
 
 Environ = Mapping[str, str]
@@ -22,9 +21,10 @@ Environ = Mapping[str, str]
 class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of which machine a process is, and which daemons it starts. -1 means unknown.
 
-    `role` is "rank", "server" or "scheduler". A `scheduler` port of 0 means that whoever starts the scheduler chooses a
-    free one; `reserved` is a socket that keeps one, and belongs to `daemons.start`. `spares`: where that finds daemons
-    that have been started already. Under "dmlc" the number of ranks is known to the scheduler alone.
+    `role` is "rank", "server" or "scheduler". `scheduler` is where the job starts, `next_schedulers` are the further
+    addresses of the list. A `scheduler` port of 0 means that whoever starts the scheduler chooses a free one;
+    `reserved` is a socket that keeps one, and belongs to `daemons.start`. `spares`: where that finds daemons that have
+    been started already. Under "dmlc" the number of ranks is known to the scheduler alone.
     """
 
     launcher: str
@@ -39,6 +39,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
     num_helpers: int = 0
     num_servers: int = -1
     scheduler: tuple[str, int]
+    next_schedulers: tuple[tuple[str, int], ...] = ()
     starts_node: bool = False
     starts_scheduler: bool = False
     reserved: socket.socket | None = None
@@ -50,12 +51,17 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
         """Whether scheduler and nodes are started from outside, once: no rank could start them again."""
         return self.launcher == "bpsfast" or (self.launcher == "dmlc" and self.scheduler[1] != 0)
 
+    @property
+    def schedulers(self) -> list[tuple[str, int]]:
+        """All addresses of the scheduler."""
+        return [self.scheduler, *self.next_schedulers]
+
     def settings(self, settings: Settings) -> Settings:
         """Return *settings* with all that this role knows filled in."""
         return msgspec.structs.replace(
             settings, rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size,
             node_id=self.node_id, node_index=self.node_index, num_nodes=self.num_nodes, num_helpers=self.num_helpers,
-            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex())
+            num_servers=self.num_servers, scheduler=format_addresses(self.schedulers), job_key=self.job_key.hex())
 
 
 class Environment(abc.ABC):
@@ -108,9 +114,12 @@ def scheduler_port(master_port: int) -> int:
 
 
 def fields_of_job(settings: Settings, scheduler: str) -> dict[str, Any]:
-    """Return the fields of `ProcessRole` that all processes of a machine share; *scheduler* is "host:port"."""
+    """Return the fields of `ProcessRole` that all processes of a machine share; *scheduler* is ``host:port``, or a list
+    of them.
+    """
+    first, *further = parse_addresses(scheduler)
     return {
-        "scheduler": parse_address(scheduler, "BPSFAST_SCHEDULER"), "job_key": job_key(settings, scheduler),
+        "scheduler": first, "next_schedulers": tuple(further), "job_key": job_key(settings, scheduler),
         "node_id": default_node_id(settings, scheduler), "node_index": settings.node_index,
         "num_nodes": settings.num_nodes, "num_helpers": settings.num_helpers, "num_servers": settings.num_servers}
 

@@ -35,6 +35,8 @@ ANSWER_TIMEOUT_S = 30.0
 #: How long an ssh whose output has ended may take to end, and the interval of checks.
 SSH_END_S, LOOK_S = 2.0, 0.02
 _LOOPBACK = "127.0.0.1"
+#: On how many hosts besides the first one a scheduler may take over: each costs a round of connections at the start.
+_N_SPARES = 2
 
 
 class RemoteHosts(Closing):
@@ -105,6 +107,22 @@ class RemoteHosts(Closing):
                                   "scheduler runs, that every host can look up and reach") from exc
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
                               "or --scheduler-host") from exc
+
+    def spare_addresses(self) -> list[tuple[RemoteHost, tuple[str, int]]]:
+        """Return addresses of further hosts for a scheduler that takes over, as `scheduler_address`, and their hosts.
+
+        There are at most `_N_SPARES`. A host that not all others reach is left out.
+        """
+        found = []
+        for host in self.hosts[1:1 + _N_SPARES]:
+            assert host.agent is not None, "connected"
+            others = [other for other in self.hosts if other is not host]
+            # First alone the one that ssh uses: trying all takes seconds if some do not answer.
+            for address_wanted in (*host.agent.addresses[:1], ""):
+                with contextlib.suppress(ConfigError):
+                    found.append((host, self.address_of(host, others, address_wanted)))
+                    break
+        return found
 
     def master_port(self) -> int:
         """Return a free port on the first host, where rank 0 runs; the agent reserves it."""

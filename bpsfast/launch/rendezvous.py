@@ -31,10 +31,9 @@ import msgspec
 from ..base.addresses import any_host, configured_host, default_route_host, is_loopback, route_source
 from ..base.job_key import check_insecure, given_key, job_key, local_key, machine_secret
 from ..base.process_identity import network_id
-from ..base.settings import Settings, parse_address
+from ..base.settings import Settings, format_addresses, parse_addresses
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
-from ..orchestration.host_lookup import format_address
 from .daemons import reserve_port
 from .process_role import ProcessRole
 
@@ -136,7 +135,7 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
                             "none, or BPSFAST_JOB_KEY")
     if sum(map(len, table.nodes)) != size:
         raise _other_size(sum(map(len, table.nodes)), rank, size)
-    return _role(session, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
+    return _role(session, table, settings, key or secret, parse_addresses(table.scheduler, "rank 0's store entry"))
 
 
 class _StoreSession:
@@ -235,23 +234,23 @@ def _lead(session: _StoreSession, settings: Settings, key: bytes, secret: bytes)
         entries = session.entries()
         _check_agree(entries)
         nodes = _nodes(entries)
-        reserved, address = None, _given_scheduler(settings)
-        if address is None:
+        reserved, addresses = None, _given_scheduler(settings)
+        if not addresses:
             host = _scheduler_host(entries, settings)
             reserved = reserve_port(host if is_loopback(host) else any_host())  # as the scheduler will bind it
-            address = host, reserved.getsockname()[1]
-        elif is_loopback(address[0]) and len(_machines(entries)) > 1:
+            addresses = [(host, reserved.getsockname()[1])]
+        elif any(is_loopback(host) for host, _ in addresses) and len(_machines(entries)) > 1:
             raise ConfigError(f"BPSFAST_SCHEDULER = {settings.scheduler} cannot be reached from the other machines: "
                               "name an address of rank 0's machine that can, or leave it out")
-        drawn = b"" if key else _drawn_key(entries, settings, address)
+        drawn = b"" if key else _drawn_key(entries, settings, addresses)
     except BpsError as exc:
         with contextlib.suppress(PeerLostError):  # the store has failed, for the other ranks, too
             session.publish(_Table(error=type(exc).__name__, reason=str(exc)))
         raise
     try:
-        table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
+        table = _Table(nodes=nodes, scheduler=format_addresses(addresses), num_helpers=settings.num_helpers,
                        expects_helpers=settings.expects_helpers, nonce=secrets.token_hex(8), job_key=drawn.hex())
-        found = _role(session, table, settings, key or secret, address)
+        found = _role(session, table, settings, key or secret, addresses)
         session.publish(table)
     except BaseException:
         if reserved is not None:
@@ -261,12 +260,12 @@ def _lead(session: _StoreSession, settings: Settings, key: bytes, secret: bytes)
 
 
 def _role(session: _StoreSession, table: _Table, settings: Settings, key: bytes,
-          scheduler: tuple[str, int]) -> ProcessRole:
+          schedulers: Sequence[tuple[str, int]]) -> ProcessRole:
     index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if session.rank in ranks)
     if table.job_key:
         job = bytes.fromhex(table.job_key)
     elif table.expects_helpers:  # they have no nonce
-        job = local_key(settings, table.scheduler)
+        job = local_key(settings, format_addresses(schedulers[:1]))
     elif key:
         job = security.prove(key, "store", table.nonce)
     else:
@@ -276,8 +275,8 @@ def _role(session: _StoreSession, table: _Table, settings: Settings, key: bytes,
     return ProcessRole(launcher="store", role="rank", rank=session.rank, size=session.size,
                        local_rank=ranks.index(session.rank), local_size=len(ranks), node_index=index,
                        node_id=f"{settings.node_id}-{table.nonce}", num_nodes=len(table.nodes),
-                       num_helpers=table.num_helpers, scheduler=scheduler, starts_node=session.rank == ranks[0],
-                       job_key=job)
+                       num_helpers=table.num_helpers, scheduler=schedulers[0],
+                       next_schedulers=tuple(schedulers[1:]), starts_node=session.rank == ranks[0], job_key=job)
 
 
 def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
@@ -329,14 +328,14 @@ def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
     return machines
 
 
-def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
+def _given_scheduler(settings: Settings) -> list[tuple[str, int]]:
     if settings.scheduler:
-        return parse_address(settings.scheduler)
+        return parse_addresses(settings.scheduler)
     if settings.expects_helpers:
         name, number = ("NUM", settings.num_helpers) if settings.num_helpers else ("MAX", settings.max_helpers)
         raise ConfigError(f"BPSFAST_{name}_HELPERS = {number}, but helpers cannot read the store: set "
                           "BPSFAST_SCHEDULER to an address of rank 0's machine, on all ranks and helpers")
-    return None
+    return []
 
 
 def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
@@ -353,16 +352,17 @@ def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
     return host
 
 
-def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[str, int]) -> bytes:
+def _drawn_key(entries: Sequence[_Entry], settings: Settings, schedulers: Sequence[tuple[str, int]]) -> bytes:
     """Return a key to publish if the ranks share no secret and need none (BPSFAST_INSECURE=1); else an empty one.
 
     With helpers, it is the key that they derive, too.
     """
     proofs = {entry.secret_proof for entry in entries}
-    is_local = is_loopback(scheduler[0]) or (len(_machines(entries)) == 1 and not settings.expects_helpers)
+    is_local = all(is_loopback(host) for host, _ in schedulers) or (
+        len(_machines(entries)) == 1 and not settings.expects_helpers)
     if is_local and len(proofs) == 1 and proofs != {""}:
         return b""
     check_insecure(settings, "or reads the ranks' store could join the job" + (
         " (its ranks are on one machine, but of several users or containers, or have no folder for a secret)"
         if is_local else ""))
-    return job_key(settings, format_address(*scheduler)) if settings.expects_helpers else secrets.token_bytes(32)
+    return job_key(settings, format_addresses(schedulers)) if settings.expects_helpers else secrets.token_bytes(32)

@@ -1,6 +1,7 @@
 """``bpsfast run -H``: a job whose nodes are other hosts, started and watched from here over one ssh for each host.
 
 The scheduler runs on the first host: hosts that train together reach each other, but not always the launcher's machine.
+If it is lost with its host, and the job goes on, another one is started on the next host of a list that all nodes know.
 Secrets, such as the job's key, go through ssh's standard input.
 """
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 from ..base.job_key import given_key
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
+from ..orchestration.host_lookup import format_address
 from . import local_job
 from .daemons import clean_environment
 from .host_list import Host
@@ -22,7 +24,7 @@ from .output import Output
 from .processes import Command
 from .remote_hosts import RemoteHosts
 from .ssh import Ssh
-from .supervisor import Limits, Supervisor
+from .supervisor import Limits, SpareScheduler, Supervisor
 
 
 class SshPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +59,14 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
     with RemoteHosts(plan.all_hosts, plan.ssh, output) as remote:
         remote.connect()
         scheduler = remote.scheduler_address(plan.scheduler_host)
+        spare_hosts = remote.spare_addresses()
         commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
-                             remote.master_port())
+                             remote.master_port(), [address for _, address in spare_hosts])
         hosts = [remote.hosts[number_of(command)] for command in commands]
+        spares = [SpareScheduler(local_job.next_scheduler(commands[0], index), host, format_address(*address))
+                  for index, (host, address) in enumerate(spare_hosts, 1)]
         return Supervisor(commands, limits=limits, output=output, hosts=hosts, restarts=restarts,
-                          min_workers=local_job.fewest_workers(settings)).run()
+                          min_workers=local_job.fewest_workers(settings), spares=spares).run()
 
 
 def planned(plan: SshPlan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:
@@ -108,9 +113,9 @@ def number_of(command: Command) -> int:
 
 
 def _commands(plan: SshPlan, program: Sequence[str], settings: Settings, scheduler: tuple[str, int], key: str,
-              master_port: int = 0) -> list[Command]:
+              master_port: int = 0, next_schedulers: Sequence[tuple[str, int]] = ()) -> list[Command]:
     return local_job.plan(plan.shape, program, settings, plan.variables, scheduler, key, python=plan.ssh.python,
-                    master_port=master_port)
+                    master_port=master_port, next_schedulers=next_schedulers)
 
 
 def _check(plan: SshPlan, program: Sequence[str], settings: Settings) -> None:

@@ -17,14 +17,16 @@ import re
 import selectors
 import signal
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from ..base import logs
 from ..base.end_reports import EndTiming
 from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
+from ..orchestration.roster import is_majority
 from .elastic_service import KillWorker, StopJob, WorkerPool, is_own_failure, member_of
 from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
 from .processes import (
@@ -68,6 +70,14 @@ class Limits(msgspec.Struct, frozen=True):
     grace_s: float = 0.0
 
 
+class SpareScheduler(NamedTuple):
+    """A scheduler that can take over: its command and host, and its address for users."""
+
+    command: Command
+    host: ProcessHost
+    address: str
+
+
 class Supervisor:
     """Runs *commands* until the job ends; `run` may be called once, from the main thread.
 
@@ -75,12 +85,13 @@ class Supervisor:
     it. *hosts* has the host of each command, which `run` opens and closes; None: all on this machine. With the
     *workers* of an elastic job, *commands* are the first ones, and more may follow, also on other hosts. *restarts*:
     how many lost helpers, in all, are started again to join the running job. *min_workers*: fewest ranks with which the
-    job goes on after it has lost ranks, or nodes with ranks (`Command.node`); None: every such loss ends it.
+    job goes on after it has lost ranks, or nodes with ranks (`Command.node`); None: every such loss ends it. *spares*:
+    the schedulers that take over, in this order, when the one before is lost with its host, or is killed too often.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
                  hosts: Sequence[ProcessHost] | None = None, workers: WorkerPool | None = None,
-                 restarts: int = 0, min_workers: int | None = None) -> None:
+                 restarts: int = 0, min_workers: int | None = None, spares: Sequence[SpareScheduler] = ()) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
@@ -92,6 +103,9 @@ class Supervisor:
         self._processes: list[Process] = []
         self._restarts = restarts
         self._min_workers = min_workers
+        self._spares = deque(spares)
+        self._scheduler_name = spares[0].command.name if spares else ""
+        self._present_scheduler: Process | None = None  # the last one that was started, if there are spare ones
         self._started_as: dict[Process, tuple[ProcessHost, Sink]] = {}
         self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
@@ -155,6 +169,8 @@ class Supervisor:
         self._processes.append(process)
         self._started_as[process] = host, out
         self._errors[process] = err
+        if command.name == self._scheduler_name:
+            self._present_scheduler = process
         return process
 
     def _start_again(self, lost: Process) -> None:
@@ -267,16 +283,50 @@ class Supervisor:
         self._enter("term")
 
     def _is_waited_for(self, process: Process) -> bool:
-        """Start *process* again if a signal killed it and the job needs it; return whether that was done."""
+        """Start *process* again if a signal killed it and the job needs it, or another scheduler in its place; return
+        whether that was done.
+        """
         command, n_before = process.command, self._n_restarts.get(process.command.name, 0)
         host, out = self._started_as[process]
         if (process.code or 0) >= 0 or n_before >= command.n_restarts or host.lost:
-            return False
+            return self._is_replaced(process)
         self._n_restarts[command.name] = n_before + 1
         self._output.say(f"{command.name} {process.end_in_words()}: it is started again ({n_before + 1} of "
                          f"{command.n_restarts} times)")
         self._begin(command, host, out, self._errors[process])
         return True
+
+    def _is_replaced(self, process: Process) -> bool:
+        """Start the next scheduler if *process* was one, and the job can go on; return whether it has one."""
+        name, code = process.command.name, process.code or 0
+        if name != self._scheduler_name or not (process.is_lost or code < 0 or code == LEFT_BEHIND):
+            return False
+        if self._present_scheduler is not process:
+            return True  # another one has taken over
+        if process.is_lost and not self._has_majority:
+            self._output.say(f"{name} {process.end_in_words()}: no scheduler takes over, as fewer nodes are left than "
+                             "may go on without the others")
+            return False
+        out = self._started_as[process][1]
+        while self._spares:
+            spare = self._spares.popleft()
+            if spare.host.lost:
+                continue
+            self._output.say(f"{name} {process.end_in_words()}: another one is started at {spare.address}")
+            self._n_restarts.pop(name, None)
+            self._begin(spare.command, spare.host, out, self._errors[process])
+            return True
+        return False
+
+    @property
+    def _has_majority(self) -> bool:
+        """Whether the nodes that run may go on without those that have just ended, if the job tolerates that."""
+        nodes = [process for process in self._processes
+                 if process.command.kind is Kind.DAEMON and process.command.node >= 0]
+        before = {process.command.node for process in nodes if process not in self._lost}
+        left = {process.command.node for process in nodes if process.code is None}
+        return left == before or (self._min_workers is not None and is_majority(left, before)
+                                  and self._n_workers_left >= self._min_workers)
 
     def _can_lose(self, process: Process) -> bool:
         """Whether the job goes on without *process*, which has failed; the scheduler decides that of helpers."""

@@ -25,13 +25,13 @@ import zmq
 
 from .._version import __version__
 from ..base import logs
-from ..base.addresses import is_loopback, listening_socket, local_host, unreachable_hint
+from ..base.addresses import is_loopback, listening_socket, local_host, no_scheduler_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.job_key import default_node_id, job_key
 from ..base.process_identity import is_below_launcher
 from ..base.resources import allow_all_descriptors
-from ..base.settings import Settings, fingerprint, parse_address, take_job_key
+from ..base.settings import Settings, fingerprint, format_addresses, parse_addresses, take_job_key
 from ..hardware.host import Host
 from ..orchestration import messages
 from ..orchestration.errors import (
@@ -131,8 +131,9 @@ class Node:
         self._local_listener = local_listener.LocalListener(
             self._loop, listener, key, self._local_ranks.attach_rank, self._local_ranks.attach_server,
             lambda link: self._peers.add_shm_link(link))
-        self._scheduler = parse_address(settings.scheduler)
-        self._data_listener = listening_socket(local_host(settings, self._scheduler[0]), settings.ports)
+        self._schedulers = parse_addresses(settings.scheduler)
+        self._data_listener = listening_socket(local_host(settings, [host for host, _ in self._schedulers]),
+                                               settings.ports)
         address = self._data_listener.getsockname()[0]
         self._affinity = NodeAffinity(settings, address, host)  # before there are threads
         self._epochs = Epochs()
@@ -208,11 +209,12 @@ class Node:
 
     def join(self) -> None:
         if self._membership is None:
-            host, port = self._scheduler
+            host, port = self._schedulers[0]
             self._membership = SchedulerClient(
-                host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
-                lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s,
-                pulse_s=self._settings.helper_lease_s / 4, asks_time=bool(self._settings.trace_dir))
+                host, port, self._key, further=self._schedulers[1:], now=time.monotonic(),
+                heartbeat_s=self._settings.heartbeat_s, lease_s=self._settings.lease_s,
+                start_timeout_s=self._settings.start_timeout_s, pulse_s=self._settings.helper_lease_s / 4,
+                asks_time=bool(self._settings.trace_dir))
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
         ranks = self._local_ranks.requested_ranks()
@@ -405,7 +407,7 @@ class Node:
         if self._membership is None and self._exit_code is None:
             self.fail(StallError(f"{self._local_ranks.missing()} did not attach to the node of this machine (pid "
                                  f"{os.getpid()}) within {self._settings.start_timeout_s:g} s."
-                                 f"{unreachable_hint(*self._scheduler)}"))
+                                 f"{no_scheduler_hint(self._schedulers)}"))
 
     @property
     def name(self) -> str:
@@ -439,7 +441,7 @@ class Node:
         settings = self._settings
         if settings.metrics_port or settings.metrics_textfile:
             # If all nodes run on one host, the index tells how many ports are taken; else `welcomed` does.
-            n_before = max(0, settings.node_index) if is_loopback(self._scheduler[0]) else 0
+            n_before = max(0, settings.node_index) if is_loopback(self._schedulers[0][0]) else 0
             self._exporter = metrics.Exporter(settings, self._loop, self._status, self._reading, self._progress,
                                               n_before)
 
@@ -451,7 +453,7 @@ class Node:
                       time.monotonic() - self._ran_at)
 
     def _why_not_ready(self) -> str:
-        scheduler = f"the scheduler at {format_address(*self._scheduler)}"
+        scheduler = f"the scheduler at {format_addresses(self._schedulers)}"
         if self.ending:
             return "the job is over"
         if self._membership is None:

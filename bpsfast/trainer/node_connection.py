@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..base import message_socket as channels
-from ..base.addresses import unreachable_hint
+from ..base.addresses import no_scheduler_hint
 from ..base.end_reports import report
 from ..base.message_socket import MessageSocket
-from ..base.settings import Settings, fingerprint
+from ..base.settings import Settings, fingerprint, format_addresses
 from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware.affinity.binding import ThreadBinding, binding_variable, default_gpu
 from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
-from ..orchestration.host_lookup import format_address
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment
 
@@ -83,8 +82,8 @@ def attach(role: ProcessRole, settings: Settings, version: str, failure: Callabl
                     raise StallError(
                         f"rank {role.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
-                        f"scheduler at {format_address(*role.scheduler)} is missing."
-                        f"{unreachable_hint(*role.scheduler)}"
+                        f"scheduler at {format_addresses(role.schedulers)} is missing."
+                        f"{no_scheduler_hint(role.schedulers)}"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
@@ -116,7 +115,7 @@ def _connect(role: ProcessRole, settings: Settings, failure: Callable[[], str | 
                 raise StallError(
                     f"rank {role.rank}: no node of this job listened on this machine within start_timeout_s="
                     f"{settings.start_timeout_s:g} s (node_id {role.node_id!r}). {exc}."
-                    f"{unreachable_hint(*role.scheduler)}"
+                    f"{no_scheduler_hint(role.schedulers)}"
                 ) from exc
 
 

@@ -135,7 +135,7 @@ class Session:
     @property
     def host(self) -> str:
         """This machine's address for other machines of the job; raises as `local_host`."""
-        return local_host(self.settings, self.role.scheduler[0])
+        return local_host(self.settings, [host for host, _ in self.role.schedulers])
 
     def retire(self, units: Sequence[Unit], releases_staging: bool = False) -> None:
         """Retire *units*: their resources are free as soon as all ranks have retired them.

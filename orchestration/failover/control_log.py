@@ -44,6 +44,7 @@ class ControlLog:
         self._nodes: tuple[m.NodeInfo, ...] = ()
         self._lost: set[int] = set()
         self._lost_ranks: set[int] = set()
+        self._settled: tuple[int, tuple[int, ...]] = (1, ())  # the last committed epoch, and the nodes lost by then
         self._joining: set[int] = set()
         self._frozen = False
         self._committed = self._seen = self._next_unit = 0
@@ -82,6 +83,7 @@ class ControlLog:
             case m.Welcome():
                 self._welcome, self._epoch, self._nodes = message, message.epoch, message.nodes
                 self._lost = set(message.lost)
+                self._settled = message.epoch, message.lost
             case m.Joined():
                 self._nodes += (message.node,)
                 self._joining.add(message.node.index)
@@ -171,7 +173,8 @@ class ControlLog:
             seen=self._seen, next_unit=self._next_unit, changes=tuple(self._changes.values()),
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
-            ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
+            ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)),
+            settled_epoch=self._settled[0], settled_lost=self._settled[1])
         self._repeated = {}
         units = self.units
         for begin in range(0, len(units), _UNITS_AT_ONCE):
@@ -211,6 +214,7 @@ class ControlLog:
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
+            self._settled = self._epoch, tuple(sorted(self._lost))
             note_changes(self._changes, plan.owner_changes, plan.redone, plan.keepers)
             return
         for said in self._declarations:

@@ -3,11 +3,12 @@
 Every node reports all it knows (`ControlLog.report`); `merge_reports` merges it. A recovery that was in progress
 begins anew, in a new epoch.
 
-Nothing is decided before a majority of the nodes with ranks has reported (`is_majority`). So of two schedulers of one
+Nothing is decided before a majority of the nodes with ranks has reported (`may_decide`). So of two schedulers of one
 job, on two sides of a network partition, at most one decides anything.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -17,7 +18,7 @@ from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, Stal
 from ..job.admission import MOST_NAMED, difference
 from ..job.liveness import NodeProbes
 from ..job.recovery import JobSnapshot
-from ..roster import describe_node, is_majority
+from ..roster import describe_node, may_decide
 from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
@@ -41,18 +42,22 @@ class JobRebuild:
         As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
     lost
         The nodes that were lost before.
+    short_s
+        How long to go on without a majority; *timeout_s* if that is shorter.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
                  fingerprint: Mapping[str, str] | None = None, min_workers: int = 0,
-                 lost: Collection[int] = ()) -> None:
+                 lost: Collection[int] = (), short_s: float = math.inf) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
         self._min_workers = min_workers
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
+        self._short_s = short_s
+        self._short_since = now
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
         self._heard = {sender: heard for sender, (_, heard) in (known or {}).items()}
@@ -188,17 +193,24 @@ class JobRebuild:
         if slept_s > self._lease_s / 2:
             self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
             self._began += slept_s
+            self._short_since += slept_s
             self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
         if now - self._began >= self._timeout_s:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
+        is_alive = self.is_alive
+        self._short_since = now if is_alive else self._short_since
+        if now - self._short_since >= self._short_s:
+            self.aborted = StallError(f"this scheduler has not heard a majority of the nodes with ranks for "
+                                      f"{self._short_s:g} s: {self._describe()}")
         out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
-        return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
+        heartbeat = m.Heartbeat(sequence=self._n_heartbeats, is_short=not is_alive)
+        return out + [(sender, heartbeat) for sender in self.senders]
 
     def _probe_silent(self, now: float) -> m.Outgoing:
         """Have the nodes with ranks that have reported probe those that are not heard."""
@@ -207,6 +219,9 @@ class JobRebuild:
         told = [(index, self._reports.sender_of[index])
                 for index in sorted(self._reports.complete & self._reports.workers)]
         missing = set(range(len(self._nodes))) - self._reports.sender_of.keys() - self._reports.lost
+        for index in self._lost_voters:
+            self._probes.closed(now, index)
+            missing.add(index)
         return [each for index in sorted(missing)
                 for each in self._probes.ask(now, index, self._heard_at(index), lambda: told)]
 
@@ -235,7 +250,7 @@ class JobRebuild:
     @property
     def is_alive(self) -> bool:
         """Whether a majority has begun to report."""
-        return is_majority(self._reports.sender_of.keys(), self._reports.workers)
+        return may_decide(self._reports.sender_of.keys(), self._reports.voters, self._dead)
 
     @property
     def finished(self) -> bool:
@@ -253,7 +268,8 @@ class JobRebuild:
         nodes, lost, left_behind = self._nodes, self._reports.lost, self._reports.left_behind
         told = self._reports.complete - lost - left_behind
         self._find_dead(now)
-        if not is_majority(told, self._reports.workers - self._dead):
+        voters = self._reports.voters
+        if not may_decide(told, voters, self._dead):
             self._majority_since = None
             return None
         self._majority_since = now if self._majority_since is None else self._majority_since
@@ -269,15 +285,22 @@ class JobRebuild:
                                 f"was lost{few if self._min_workers else ''}")
         senders = {index: self._reports.sender_of[index] for index in sorted(told)}
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
-        return merge_reports(nodes, reports, senders, lost, sorted(missing))
+        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead))
 
     def _find_dead(self, now: float) -> None:
-        """Find nodes with ranks that are silent for a lease, and whose data port refuses connections: if the job goes
-        on without them, they do not count for the majority. A network that is cut refuses nothing.
+        """Find nodes with ranks that are silent for a lease, and whose data port refuses connections, so that their
+        process is dead: if only such ones are missing, the job goes on without them. A network that is cut refuses
+        nothing. If the scheduler before has dropped a node, refusing for a while is enough.
         """
         missing = self._reports.workers - self._reports.sender_of.keys() if self._min_workers else set()
         self._dead = {index for index in missing if index in self._dead or (
-            self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)}
+            self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)} | {
+            index for index in self._lost_voters if index in self._dead or self._probes.is_dead(now, index)}
+
+    @property
+    def _lost_voters(self) -> set[int]:
+        """The nodes with ranks that count for the majority, though the scheduler before has dropped them."""
+        return set(self._reports.voters & self._reports.lost) if self._min_workers else set()
 
     def _n_left(self, gone: Sequence[int]) -> int:
         """Return how many ranks are not lost if nodes *gone* are."""

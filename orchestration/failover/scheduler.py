@@ -129,7 +129,7 @@ class Scheduler:
                 ) from exc
 
     def run(self) -> int:
-        """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.
+        """Serve until the job is over, or `has_given_up`; return the exit code: 0 if all ranks left, else 1.
 
         Ends within `start_timeout_s` (with `JobSettings.awaits_ranks` after the first node with ranks has joined),
         `lease_s` or `stop`. Closes everything.
@@ -138,7 +138,8 @@ class Scheduler:
             while not self._state.over:
                 self._turn()
             until = time.monotonic() + (self._shutdown_notice_s if self.aborted is not None else self._lease_s)
-            while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
+            while (self._is_waited_for() and not (self._stop_reason or self.has_given_up)
+                   and time.monotonic() < until):
                 self._turn()
             self._log_abort()
             return 0 if self._state.job.finished else 1
@@ -147,7 +148,9 @@ class Scheduler:
 
     def _log_abort(self) -> None:
         """Log why the job was aborted: as an error only if no rank could be told."""
-        if self.aborted is not None:
+        if self.has_given_up and self.aborted is not None:
+            log.warning("this scheduler ends, and leaves the job to one at another address: %s", self.aborted.reason)
+        elif self.aborted is not None:
             is_said = self._is_abort_told or bool(self._stop_reason)  # the process that stopped it knows
             log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", self.aborted.error,
                     self.aborted.reason)
@@ -156,6 +159,11 @@ class Scheduler:
     def aborted(self) -> m.Abort | None:
         """Return what ended the job, if it did not end well."""
         return self._state.job.aborted
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it hears too few nodes, and another scheduler may hear them: the job may go on without this one."""
+        return self._state.has_given_up
 
     @property
     def job_name(self) -> str:

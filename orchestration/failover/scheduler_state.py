@@ -12,12 +12,18 @@ So there is one way to recover, the same for all causes.
 """
 from __future__ import annotations
 
+import math
+
 from .. import messages as m
-from ..errors import BpsError, PeerLostError, ProtocolError
+from ..errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from ..long_lists import LongLists
 from .job_rebuild import JobRebuild
+
+#: Share of `start_timeout_s` after which a scheduler that hears no majority leaves the job to the next one, which its
+#: launcher starts then: the nodes look for it for the rest of that time.
+_SHORT = 0.5
 
 
 class SchedulerState:
@@ -25,6 +31,8 @@ class SchedulerState:
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
+        #: Whether it ends because too few nodes are heard. They are not told: another scheduler may hear a majority.
+        self.has_given_up = False
         self._settings = settings
         self._rebuilding: JobRebuild | None = None
         self._n_recalls = 0
@@ -43,6 +51,8 @@ class SchedulerState:
         connection that are read after the first one of a later connection are ignored. The node repeats them over the
         later one.
         """
+        if self.has_given_up:
+            return []
         process, number = m.dialled_as(sender)
         before = self._latest.get(process, sender)
         if number < m.dialled_as(before)[1]:
@@ -171,7 +181,8 @@ class SchedulerState:
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint, min_workers=settings.min_workers,
-            lost=[index for index in self.job.roster.lost if index < n_known])
+            lost=[index for index in self.job.roster.lost if index < n_known],
+            short_s=_SHORT * settings.start_timeout_s if settings.is_replaced else math.inf)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),
@@ -194,7 +205,12 @@ class SchedulerState:
                 raise rebuilding.aborted
             snapshot = rebuilding.snapshot(now)
         except BpsError as exc:
-            return self.abort(exc) if another is None else self._gather(now, m.refusal(exc))
+            if another is not None:
+                return self._gather(now, m.refusal(exc))
+            self.has_given_up = (self._settings.has_others and isinstance(exc, StallError)
+                                 and not rebuilding.is_alive)
+            out = self.abort(exc)
+            return [] if self.has_given_up else out
         if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []

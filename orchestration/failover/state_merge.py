@@ -153,6 +153,17 @@ class NodeReports:
         return self._with_ranks - self.lost
 
     @property
+    def voters(self) -> frozenset[int]:
+        """The nodes with ranks of the last epoch that a node has committed: a majority of them must report.
+
+        Only nodes with ranks are asked, because a helper that came late may have been told of losses that were not
+        committed.
+        """
+        said = [report.rejoin for report in self.by_sender.values() if report.ranks]
+        last = max(said, key=lambda each: each.settled_epoch, default=None)
+        return frozenset(self._with_ranks.difference(last.settled_lost) if last is not None else ())
+
+    @property
     def lost_ranks(self) -> set[int]:
         """The ranks that some node calls lost."""
         return {rank for report in self.by_sender.values() for rank in report.rejoin.lost_ranks}
@@ -172,11 +183,12 @@ _MAX_UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
-                  lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
+                  lost: Collection[int], absent: Sequence[int], voters: Collection[int] = (),
+                  dead: Collection[int] = ()) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
     *reports* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
-    now. Raises `ProtocolError` if the reports contradict what schedulers do.
+    now. *voters*, *dead*: as in `may_decide`. Raises `ProtocolError` if the reports contradict what schedulers do.
     """
     rejoins = {index: report.rejoin for index, report in reports.items()}
     latest = max(each.committed for each in rejoins.values())
@@ -245,7 +257,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         n_declared=sum(each.n_declared for each in rejoins.values()), barrier=barrier, rates=rates,
         unmeasured=unmeasured,
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
-        answers=answers, lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
+        answers=answers, voters=voters, dead=dead,
+        lost_ranks={rank for each in rejoins.values() for rank in each.lost_ranks}
         | {rank for index in {*lost, *absent} for rank in nodes[index].ranks},
         later=[(index, message) for index, report in reports.items()
                for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])

@@ -20,7 +20,8 @@ class JobSettings:
     processes on machines with ranks are those machines' nodes, the others are helpers, and `num_helpers` is ignored.
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes. `min_workers`: the fewest ranks with which the job goes on after a loss; 0: it ends with
-    any loss of a rank.
+    any loss of a rank. `has_others`: there may be another scheduler, at another address of the list; `is_replaced`: the
+    launcher starts one when this one ends because it hears too few nodes.
     """
 
     num_nodes: int
@@ -40,6 +41,8 @@ class JobSettings:
     awaits_ranks: bool = False
     first_round: int = 1
     min_workers: int = 0
+    has_others: bool = False
+    is_replaced: bool = False
     name: str = ""  # that no other job has
 
     @property

@@ -191,7 +191,7 @@ class Job:
         if self.over or sender not in self._heartbeats:
             return []
         return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
-                                                     "without leaving: its process is gone"))
+                                                     "without leaving: its process is gone"), is_dead=True)
 
     def closed(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from the end of *sender*'s connection, which may come back as another one."""
@@ -246,7 +246,7 @@ class Job:
         if self.admitted and now >= self._next_probe:
             self._next_probe = now + self.settings.heartbeat_s * _PROBE_SHARE
             out += self._probe_silent(now)
-        for sender, error in self._losses.judged(now, self._silent_s(now)) if self.admitted else ():
+        for sender, error in self._losses.judged(now, self._silent_s(now), self._is_closed) if self.admitted else ():
             out += self._lose(now, sender, error)
         if self.admitted:
             out += self._expire(now)
@@ -263,6 +263,10 @@ class Job:
     def _silent_s(self, now: float) -> Callable[[bytes], float]:
         """Return for how long each node has been silent."""
         return lambda sender: now - self._heartbeats.seen.get(sender, now)
+
+    def _is_closed(self, sender: bytes) -> bool:
+        """Whether the connection of the node behind *sender* has closed, without a new one."""
+        return self._probes.is_closed(self.roster.index_of(sender))
 
     def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
         """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
@@ -528,20 +532,29 @@ class Job:
             self._losses.suspect(now, lost, sender, error)
             return []
         if lost != sender and self.settings.min_workers and self._losses.is_worker(lost) and not (
-                self._probes.is_closed(node)):
+                self._probes.is_closed(node) and self._losses.has_majority(but=[lost])):
             self._losses.accuse(now, lost, sender, error)
             return []
-        return self._lose(now, lost, error)
+        return self._lose(now, lost, error, is_dead=lost == sender)
 
-    def _lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
+    def _lose(self, now: float, sender: bytes, error: PeerLostError, is_dead: bool = False) -> m.Outgoing:
         """Drop the node behind *sender* if it has no ranks, or the job goes on without them; else end it with *error*.
+
+        *is_dead*: its process has ended. If it may live, and the others are no majority, nothing is done: it may be
+        among a majority that has another scheduler. It is dropped once it is proven dead, or heard no more.
         """
         if self.over or sender not in self._heartbeats:
             return []
         if not self._is_dispensable(sender):
             ranks = self.roster.left_on(self.roster.index_of(sender)) if self.admitted else []
             too_few = self._too_few_without(ranks, error)
-            return self._lose_worker(now, sender, ranks, error) if too_few is None else self.abort(too_few)
+            if too_few is not None:
+                return self.abort(too_few)
+            if is_dead:
+                self._losses.note_dead(sender)
+            elif not self._losses.has_majority(but=[sender]):
+                return []
+            return self._lose_worker(now, sender, ranks, error)
         self._heartbeats.forget(sender)
         if not self.admitted:
             self._admission.remove(sender)
@@ -586,6 +599,7 @@ class Job:
         if too_few is not None:
             return self.abort(too_few)
         if self.roster.left_on(node) == [rank]:
+            self._losses.note_dead(self.roster.senders[node])  # whose own word that is
             return self._lose_worker(now, self.roster.senders[node], [rank], error)
         return self._losses.lose_rank(now, rank, error) + self._ranks_lost([rank])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from .. import messages as m
 from ..errors import BpsError, PeerLostError, StallError
-from ..roster import Roster, is_majority
+from ..roster import Roster, may_decide
 from .generations import Generations
 from .recovery import EpochChange, JobSnapshot
 
@@ -43,6 +43,9 @@ class NodeLosses:
         #: Nodes with ranks, of which the second has called the first lost: when, and why.
         self._accused: dict[tuple[bytes, bytes], tuple[float, PeerLostError]] = {}
         self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
+        #: As in `may_decide`: losses that are not committed make a majority no smaller.
+        self._voters: Collection[int] = frozenset(roster.workers)
+        self._dead: set[int] = set()
         #: The change under way.
         self.recovery: EpochChange | None = None
 
@@ -64,11 +67,12 @@ class NodeLosses:
         """Return why another node with ranks calls *sender* lost, if one does."""
         return next((error for (accused, _), (_, error) in self._accused.items() if accused == sender), None)
 
-    def judged(self, now: float, silent_s: Callable[[bytes], float]) -> list[tuple[bytes, PeerLostError]]:
+    def judged(self, now: float, silent_s: Callable[[bytes], float],
+               is_closed: Callable[[bytes], bool] = lambda sender: False) -> list[tuple[bytes, PeerLostError]]:
         """Return the node that is dropped because of what nodes with ranks say of each other, if it is time, and why.
 
-        They do not reach each other, and one has to go: that which most others do not reach, or which has been silent
-        for longer here (*silent_s*), or the later one.
+        They do not reach each other, and one has to go: that whose connection *is_closed* here, or which most others do
+        not reach, or which has been silent for longer here (*silent_s*), or the later one.
         """
         if not any(now - since >= _JUDGED_S for since, _ in self._accused.values()):
             return []
@@ -78,7 +82,7 @@ class NodeLosses:
             partners.setdefault(accuser, set()).add(accused)
         longest_s = max(map(silent_s, partners))
         chosen = max(partners, key=lambda sender: (
-            len(partners[sender]), longest_s > _ALIVE_S and silent_s(sender) > longest_s / 2,
+            is_closed(sender), len(partners[sender]), longest_s > _ALIVE_S and silent_s(sender) > longest_s / 2,
             self._roster.index_of(sender)))
         error = self.accusation(chosen) or PeerLostError(
             f"{self._roster.describe_node(self._roster.index_of(chosen))} calls others lost that reach each other")
@@ -116,12 +120,17 @@ class NodeLosses:
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
         """Whether the nodes with ranks except those behind *but* are enough to decide anything."""
-        workers = self._roster.workers
-        return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
+        return may_decide([index for index in self._roster.workers if self._roster.senders[index] not in but],
+                          self._voters, self._dead)
+
+    def note_dead(self, sender: bytes) -> None:
+        """Note that the process of the node behind *sender* has ended, or that it has said so itself."""
+        self._dead.add(self._roster.index_of(sender))
 
     def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
         self._epoch = self.committed_epoch = snapshot.epoch  # if not committed, a next one precedes any newcomer
+        self._voters, self._dead = snapshot.voters, set(snapshot.dead)
         self._committed_ranks = frozenset() if snapshot.frozen or snapshot.absent else frozenset(snapshot.lost_ranks)
         if not snapshot.absent and not snapshot.frozen:
             return []
@@ -212,6 +221,7 @@ class NodeLosses:
             return []
         self.recovery, self.committed_epoch, self._committed_ranks = None, recovery.epoch, recovery.lost_ranks
         self._without_share -= recovery.joined
+        self._voters = frozenset(self._roster.workers)
         return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes,
                                                                     recovery.redone, recovery.keepers))
 

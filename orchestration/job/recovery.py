@@ -397,7 +397,7 @@ class JobSnapshot:
     that the job goes on without, or is to. `generation`: no
     higher number was heard of. `frozen`: a recovery was in progress. `rates`: of all NICs, as placement uses them;
     `unmeasured` nodes have not reported theirs. `answers`: by node, the messages that it has missed, in order; `later`:
-    what nodes have reported besides, in order, with their indices.
+    what nodes have reported besides, in order, with their indices. `voters`, `dead`: as in `roster.may_decide`.
     """
 
     roster: Roster
@@ -419,6 +419,8 @@ class JobSnapshot:
     answers: Mapping[int, Sequence[Message]]
     later: Sequence[tuple[int, Message]]
     lost_ranks: AbstractSet[int] = frozenset()
+    voters: Collection[int] = ()
+    dead: Collection[int] = ()
 
     @property
     def lost(self) -> set[int]:

@@ -88,8 +88,8 @@ def as_rate(value):
 #: By setting: what takes its value. Those of RDMA go to a device: `tests/guest` has one.
 CONSUMERS = {
     **dict.fromkeys(("member", "rank", "size", "local_rank", "local_size", "node_index", "num_nodes", "num_helpers",
-                     "max_helpers", "num_servers", "pcie_switch_size", "rank_cores", "node_cores", "nic_rate",
-                     "sum_rate", "metrics_port", "partition_bytes", "fusion_bytes", "min_compress_bytes",
+                     "max_helpers", "num_servers", "scheduler_index", "pcie_switch_size", "rank_cores", "node_cores",
+                     "nic_rate", "sum_rate", "metrics_port", "partition_bytes", "fusion_bytes", "min_compress_bytes",
                      "max_bytes"), as_number),
     **dict.fromkeys(("timeout_s", "stall_warn_s", "start_timeout_s", "heartbeat_s", "helper_lease_s"), as_time),
     "lease_s": as_lease,

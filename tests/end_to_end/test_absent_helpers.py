@@ -35,7 +35,7 @@ class ShortJob(Job):
     @property
     def port(self) -> int:
         """The scheduler's."""
-        return int(self._port.getsockname()[1])
+        return int(self._ports[0].getsockname()[1])
 
 
 @pytest.fixture

@@ -74,6 +74,15 @@ def test_a_machine_is_lost_with_its_node(job, tmp_path, shape, helpers, placemen
     require_equal(started.outcomes(60), set(MACHINES[shape][last]), size)
 
 
+def test_the_first_of_two_machines_is_lost(job, tmp_path):
+    """The second one alone is no majority: it goes on once the process of the first is proven dead."""
+    started = continuing(job, (1, 1), transport="tcp")
+    started.begin(train_without_lost, ((0,), (1,)), 0, 60)
+    started.lose_ranks(0)
+    started.lose("node 0")
+    require_equal(started.outcomes(60), {0}, 2)
+
+
 def test_a_node_that_is_killed_takes_its_ranks_along(job, tmp_path):
     path = tmp_path / "step"
     started = continuing(job, (1, 1, 1), transport="tcp")

@@ -152,7 +152,7 @@ class TestJobs:
         program = trainer("import os; print('at', os.environ['BPSFAST_SCHEDULER'], flush=True)\n" + TRAINS)
         with hosts.launch("run", "-H", "gpu1,gpu2", *program, str(stop)) as launcher:
             said = iter(launcher.stdout.readline, "")
-            address = next(line.split()[-1] for line in said if " at " in line)
+            address = next(line.split()[-1].split(",")[0] for line in said if " at " in line)
             assert any("step" in line for line in said)
             with hosts.cluster["cpu1"].popen([sys.executable, "-c", STRANGER, address], stdout=subprocess.PIPE,
                                              stderr=subprocess.PIPE, text=True) as stranger:

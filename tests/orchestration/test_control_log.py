@@ -142,3 +142,18 @@ def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
     control_log.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))
     head, _, rest = report(control_log)
     assert (rest, head.lost, head.frozen, head.epoch) == ([left], (2,), True, 2)
+
+
+def test_without_whom_an_epoch_was_committed_is_told_and_not_who_is_only_to_be_dropped():
+    """The next scheduler needs a majority of the nodes that were committed last."""
+    control_log = ControlLog("1.0", {"transport": "tcp"})
+    control_log.heard(m.Welcome(index=0, epoch=1, nodes=tuple(welcomed().job.roster.nodes)))
+    for epoch, lost in ((2, (1,)), (3, (1, 2))):
+        control_log.heard(m.Freeze(epoch=epoch, lost=lost, reason="x"))
+        head, *_ = report(control_log)
+        assert (head.lost, head.settled_epoch, head.settled_lost) == (lost, epoch - 1, (1,) if epoch == 3 else ())
+        control_log.heard(m.Recover(epoch=epoch, generation=epoch, units=(), owner_changes=()))
+        assert report(control_log)[0].settled_epoch == epoch - 1
+        control_log.heard(m.Commit(generation=epoch, order=()))
+        head, *_ = report(control_log)
+        assert (head.settled_epoch, head.settled_lost) == (epoch, lost)

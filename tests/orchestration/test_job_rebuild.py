@@ -60,7 +60,7 @@ def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
     said = reports(3, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
-    assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1))] and not rebuilding.tick(1.5)
+    assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1, is_short=True))] and not rebuilding.tick(1.5)
     tell(rebuilding, 1, said[1], 30.0)
     tell(rebuilding, 2, said[2], 30.0)
     assert rebuilding.snapshot(30.0) is None and rebuilding.snapshot(39.9) is None
@@ -176,3 +176,65 @@ def test_an_account_that_is_cut_short_is_not_believed():
     rebuilding = begin()
     tell(rebuilding, 0, [msgspec.structs.replace(said[0], n_units=2), *said[1:]])
     assert "node 0 (host h0, rank 0) has 2 committed units, and has told 0" in str(rebuilding.aborted)
+
+
+def test_a_scheduler_that_is_replaced_gives_up_earlier_and_only_without_a_majority():
+    said = reports(3)
+    rebuilding = begin(short_s=30.0)
+    tell(rebuilding, 0, said[0])
+    tell(rebuilding, 1, said[1], 20.0)
+    for now in range(21, 60):
+        rebuilding.tick(float(now))
+        assert rebuilding.aborted is None, "two of three report, the third may come"
+    rebuilding = begin(short_s=30.0)
+    tell(rebuilding, 0, said[0])
+    for now in range(1, 31):
+        assert rebuilding.aborted is None
+        rebuilding.tick(float(now))
+    assert "has not heard a majority of the nodes with ranks for 30 s: missing node 1" in str(rebuilding.aborted)
+
+
+def test_losses_that_are_not_committed_make_a_majority_no_smaller():
+    """The scheduler before has begun to go on without one of three, and another one does not come."""
+    said = reports(3)
+    for index in (0, 1):
+        said[index][0] = msgspec.structs.replace(said[index][0], epoch=2, lost=(2,), lost_ranks=(2,), frozen=True)
+    rebuilding = begin(min_workers=1)
+    tell(rebuilding, 1, said[1])
+    for now in range(1, 30):
+        rebuilding.tick(float(now))
+        assert rebuilding.snapshot(float(now)) is None
+    tell(rebuilding, 0, said[0], 30.0)
+    assert rebuilding.snapshot(30.0).lost == {2}
+
+
+def test_a_node_that_was_dropped_and_is_proven_dead_is_not_waited_for():
+    """Of two, the second one is left, with the word of the scheduler before that the first is lost."""
+    said = reports(2)
+    said[1][0] = msgspec.structs.replace(said[1][0], epoch=2, lost=(0,), lost_ranks=(0,), frozen=True)
+    rebuilding = begin(min_workers=1)
+    tell(rebuilding, 1, said[1])
+    asked = []
+    for now in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0):
+        asked += [message for _, message in rebuilding.tick(now) if isinstance(message, m.ProbeRequest)]
+        assert rebuilding.snapshot(now) is None or now >= 1.5
+        rebuilding.receive(now, b"1", m.ProbeResult(node=0, outcome="refused"))
+    assert asked and set(asked) == {m.ProbeRequest(node=0)}
+    assert rebuilding.snapshot(3.0).lost == {0}
+
+
+def test_a_dead_node_does_not_count_while_another_one_may_live():
+    """It may have been ready at another scheduler, with that one, before it died."""
+    said = reports(4)
+    rebuilding = begin(min_workers=1)
+    for index in (2, 3):
+        tell(rebuilding, index, said[index])
+    for now in range(1, 40):
+        rebuilding.tick(float(now))
+        rebuilding.receive(float(now), b"2", m.ProbeResult(node=0, outcome="refused"))
+        assert rebuilding.snapshot(float(now)) is None
+    for now in range(40, 45):
+        rebuilding.receive(float(now), b"2", m.ProbeResult(node=0, outcome="refused"))
+        rebuilding.receive(float(now), b"2", m.ProbeResult(node=1, outcome="refused"))
+        snapshot = rebuilding.snapshot(float(now))
+    assert snapshot.lost == {0, 1}

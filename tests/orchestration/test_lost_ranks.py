@@ -531,3 +531,35 @@ def test_what_nobody_is_left_to_push_is_not_planned():
     report(table, 3)
     table.ready(table.recover().generation)
     assert not any(table.got(sender, m.Plan) for sender in table.alive) and not table.job.over
+
+
+def test_a_machine_that_may_live_is_dropped_by_a_majority_only():
+    """The second of two calls the first lost, whose connection has closed, too: that may have another scheduler."""
+    table = table_of()
+    table.post(table.job.closed(0.0, b"A"))
+    table.say(b"B", m.Lost(who="node 0", reason="its connection has ended"))
+    for now in (0.6, 1.2):
+        table.tick(now)
+    assert not table.job.over and table.job.roster.lost == set() and not table.got(b"B", m.Freeze)
+    table.post(table.job.unreachable(1.2, b"A"))
+    assert table.job.roster.lost == {0} and len(table.got(b"B", m.Freeze)) == 1, "its process is dead"
+
+
+def test_the_first_of_two_machines_may_drop_the_second():
+    table = table_of()
+    table.post(table.job.closed(0.0, b"B"))
+    table.say(b"A", m.Lost(who="node 1", reason="its connection has ended"))
+    assert table.job.roster.lost == {1} and len(table.got(b"A", m.Freeze)) == 1
+
+
+def test_losses_that_are_not_committed_do_not_help_with_the_next():
+    """Of three machines the first calls one after the other lost: it may go on without one of them."""
+    table = Table(num_nodes=3, min_workers=1)
+    for name in ("a", "b", "c"):
+        table.say(name.upper().encode(), join(name))
+    for node, sender in ((1, b"B"), (2, b"C")):
+        table.post(table.job.closed(table.now, sender))
+        table.say(b"A", m.Lost(who=f"node {node}", reason="its connection has ended"))
+    assert table.job.roster.lost == {1}, "then it is one of three"
+    table.say(b"A", m.FreezeReport(epoch=2, progress=()))
+    assert not table.got(b"A", m.Recover), "node 2 takes part"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.orchestration.roster import Roster, is_majority
+from bpsfast.orchestration.roster import Roster, is_majority, may_decide
 
 
 @pytest.fixture
@@ -39,3 +39,11 @@ def test_of_two_halves_one_at_most_decides_and_of_all_somebody(workers, data):
     assert is_majority(some, workers) or is_majority(workers - some, workers)
     assert is_majority(workers, workers) and not is_majority(set(), workers)
     assert is_majority(some | {99}, workers) == is_majority(some, workers), "helpers have no vote"
+
+
+def test_the_dead_count_only_if_nobody_else_is_missing():
+    voters = {0, 1, 2, 3}
+    assert may_decide({0, 1}, voters) and not may_decide({2, 3}, voters) and not may_decide({2, 3}, voters, {0})
+    assert may_decide({2, 3}, voters, {0, 1}) and may_decide({3}, voters, {0, 1, 2})
+    assert not may_decide({3}, voters, {1, 2}), "node 0 may go on with those that have died since"
+    assert not may_decide(set(), set(), {0}) and not may_decide({7}, set())

@@ -290,7 +290,7 @@ def test_during_an_outage_of_the_resolver_its_last_answer_counts(fake, resolver,
 def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(fake, resolver, named):
     resolver.answer("127.0.0.2")  # nobody listens there
     until = time.monotonic() + LIMIT_MS / 1000
-    while named._connected_to != "127.0.0.2":
+    while named._connected_to != ("127.0.0.2", fake.port):
         assert not named.tick(0.2) and time.monotonic() < until
     resolver.answer("127.0.0.1")
     while not named.tick(1.5):
@@ -301,14 +301,141 @@ def test_a_scheduler_that_has_another_address_by_now_is_dialled_there(fake, reso
 
 def test_a_name_with_several_addresses_is_not_dialled_anew_for_their_order(resolver, named):
     resolver.answer(["127.0.0.2", "127.0.0.3"])
-    until, now = time.monotonic() + LIMIT_MS / 1000, 0.2
+    until = time.monotonic() + LIMIT_MS / 1000
     while not named._connected_to:
-        assert not named.tick(now) and time.monotonic() < until
+        assert not named.tick(0.2) and time.monotonic() < until
     while resolver.asked < 6:  # it looks again and again, since nobody answers
-        now += 0.5
-        assert not named.tick(min(now, 50.0)) and time.monotonic() < until
+        assert not named.tick(1.0 + resolver.asked) and time.monotonic() < until
+
+
+def test_all_addresses_of_a_name_are_dialled_in_turn(resolver, named):
+    resolver.answer(["127.0.0.2", "127.0.0.3"])
+    until = time.monotonic() + LIMIT_MS / 1000
+    while not named._connected_to:
+        assert not named.tick(0.2) and time.monotonic() < until
+    found = []
+    for now in range(1, 25):
+        if named.tick(float(now)):
+            found.append(named._connected_to[0])
+    assert found[:3] in (["127.0.0.2", "127.0.0.3", "127.0.0.2"], ["127.0.0.3", "127.0.0.2", "127.0.0.3"])
 
 
 def test_a_message_that_is_longer_than_the_scheduler_reads_is_refused_where_it_is_made(membership):
     with pytest.raises(CapacityError, match=r"a Publish of \d+ bytes is longer than the scheduler reads \(16777216\)"):
         membership.send(m.Publish(rank=0, key="k", question=1, value=bytes(m.LONGEST_NBYTES)))
+
+
+@pytest.fixture
+def another():
+    found = FakeScheduler()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def listed(fake, another):
+    """The membership of a node that knows two addresses."""
+    made = SchedulerClient("127.0.0.1", fake.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0,
+                           further=[("127.0.0.1", another.port)])
+    yield made
+    made.close(0)
+
+
+def test_the_same_address_is_tried_first_and_then_the_next(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    fake.close()
+    tick_until_dialled(listed, 0.5)
+    assert listed._connected_to == ("127.0.0.1", fake.port), "it may be started again there"
+    (dialled,) = pass_time(listed, 0.5, 3.25)
+    assert dialled <= 3.0 and listed._connected_to == ("127.0.0.1", another.port)
+    listed.send(m.Ready(generation=7))
+    while another.hear() != m.Ready(generation=7):
+        pass
+
+
+def test_an_address_that_refuses_costs_less_patience(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    fake.close()
+    tick_until_dialled(listed, 0.5)
+    until = time.monotonic() + LIMIT_MS / 1000
+    while not listed.tick(1.6):  # a tenth of the lease later
+        assert time.monotonic() < until
+        listed.sockets[1].poll(100)
+    assert listed._connected_to == ("127.0.0.1", another.port)
+
+
+def test_after_the_last_address_comes_the_first_until_the_deadline(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    fake.close()
+    another.router.unbind(another.router.last_endpoint)
+    tick_until_dialled(listed, 0.5)
+    ports = []
+    for now in range(1, 60):
+        if listed.tick(float(now)):
+            ports.append(listed._connected_to[1])
+    assert ports[:4] == [another.port, fake.port] * 2
+    with pytest.raises(PeerLostError, match=rf"127.0.0.1:{fake.port}, 127.0.0.1:{another.port} is gone: .*, and none "
+                                            r"has answered there since, for 60.* \(start_timeout_s = 60\)"):
+        pass_time(listed, 60.0, 62.0)
+
+
+def test_the_job_starts_at_the_first_address_even_if_that_is_late(fake, another, listed):
+    """But a node that comes to a running job finds its scheduler, too."""
+    assert pass_time(listed, 0.0, 9.75) == []
+    assert pass_time(listed, 10.0, 10.0) == [10.0] and listed._connected_to[1] == another.port
+
+
+def test_a_scheduler_without_a_majority_is_left_for_the_next(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    fake.say(m.Heartbeat(sequence=2, is_short=True))
+    assert receive(listed, 1.0) == []
+    (left,) = pass_time(listed, 1.0, 7.5)
+    assert 4.0 <= left <= 7.25 and listed._connected_to == ("127.0.0.1", another.port)
+
+
+def test_a_scheduler_that_hears_a_majority_meanwhile_is_not_left(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    for now in (1.0, 3.5):
+        fake.say(m.Heartbeat(sequence=2, is_short=now == 1.0))
+        assert receive(listed, now) == []
+        assert pass_time(listed, now, now + 2.0) == []
+    fake.say(m.Heartbeat(sequence=4))
+    receive(listed, 6.0)
+    assert pass_time(listed, 6.0, 10.0) == []
+
+
+def test_the_only_scheduler_is_not_left(fake, membership):
+    greeted(fake, membership, 0.0)
+    for now in range(1, 20):
+        fake.say(m.Heartbeat(sequence=now, is_short=True))
+        assert receive(membership, float(now)) == []
+        assert not membership.tick(float(now))
+
+
+def test_if_no_scheduler_takes_over_a_node_ends_though_some_answer(fake, another, listed):
+    greeted(fake, listed, 0.0)
+    fake.say(m.Welcome(index=0, epoch=1, nodes=()), m.RejoinRequest(number=1))
+    while len(receive(listed, 1.0)) == 0:
+        pass
+    with pytest.raises(PeerLostError, match=r"no scheduler there has taken over since, for 9[01].* none hears"):
+        for now in range(1, 200):
+            for each in (fake, another):
+                if each.router.poll(20):
+                    each.hear()
+                    each.say(m.Heartbeat(sequence=now, is_short=True))
+            listed.sockets[0].poll(20)
+            listed.recv_nowait(float(now))
+            listed.tick(float(now))
+    assert now in (91, 92)
+
+
+def test_clocks_of_two_hosts_are_not_mixed(fake, another):
+    asking = SchedulerClient("127.0.0.1", fake.port, KEY, now=0.0, asks_time=True)
+    try:
+        asking._connected_to = ("127.0.0.1", 1)
+        asking._take_time(m.Echo(sent_ns=time.monotonic_ns(), there_ns=10**12))
+        asking._connected_to = ("127.0.0.2", 1)
+        asking._take_time(m.Echo(sent_ns=time.monotonic_ns(), there_ns=10**15))
+        assert asking.clock.n_samples == 1
+    finally:
+        asking.close(0)

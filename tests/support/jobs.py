@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from bpsfast.base import settings
 from bpsfast.launch import daemons, local_job as launch
@@ -46,16 +48,17 @@ class Job:
     The ranks' processes live as long as the job and run the functions from `run`. All processes are children of this
     process; `close` ends the job in order and fails if a process had to be killed. *forked*: see `forked`.
     *local_ranks*: the local ranks of some, which follow from their order otherwise. *host*: its address here.
+    *next_hosts*: addresses at which another scheduler may take over, "scheduler 1", "scheduler 2" for `restart`.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
                  key: bytes = b"", forked: bool = False, local_ranks: Mapping[int, int] = MappingProxyType({}),
-                 host: str = LOOPBACK, **values: Any) -> None:
+                 host: str = LOOPBACK, next_hosts: Sequence[str] = (), **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
         shape = launch.JobShape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.key = key or secrets.token_bytes(32)
-        self._port = daemons.reserve_port(host)
+        self._ports = [daemons.reserve_port(each) for each in (host, *next_hosts)]
         self.ranks: list[subprocess.Popen | ForkedRank] = []
         self.daemons: dict[str, subprocess.Popen] = {}
         self.lost: set[int] = set()  # ranks without which the job goes on
@@ -63,8 +66,12 @@ class Job:
         self._pipes: list[Connection] = []
         self._commands: dict[str, Any] = {}
         try:
+            first, *further = [port.getsockname()[:2] for port in self._ports]
             commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
-                                   self._port.getsockname()[:2], self.key.hex())
+                                   first, self.key.hex(), next_schedulers=further)
+            self._commands |= {f"scheduler {index}": msgspec.structs.replace(
+                launch.next_scheduler(commands[0], index), name=f"scheduler {index}")
+                for index in range(1, len(self._ports))}
             self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
             self._node_0 = next(command for command in commands if command.name == "node 0")
             of_ranks = [command for command in commands if command.kind is Kind.RANK]
@@ -202,7 +209,8 @@ class Job:
 
     def kill(self) -> None:
         """End everything at once. Idempotent."""
-        self._port.close()
+        for port in self._ports:
+            port.close()
         for pipe in self._pipes:
             pipe.close()
         for process in [*self.ranks, *self.daemons.values()]:

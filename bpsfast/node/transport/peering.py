@@ -17,7 +17,7 @@ from functools import partial
 
 from ...base.addresses import is_loopback
 from ...base.encryption import Encryption, check as check_encryption, seals_of
-from ...base.settings import Settings, parse_address
+from ...base.settings import Settings, parse_addresses
 from ...base.trace_records import limits
 from ...orchestration.errors import BpsError, ConfigError, StallError
 from ...orchestration.messages import NodeInfo, Outcome
@@ -62,7 +62,8 @@ def talking(link: Link) -> TalkingLink | None:
 
 def check(settings: Settings) -> None:
     """Raise `ConfigError` if *settings* ask for a transport or encryption that is impossible here."""
-    is_local = not settings.scheduler or is_loopback(parse_address(settings.scheduler)[0])
+    schedulers = parse_addresses(settings.scheduler) if settings.scheduler else []
+    is_local = all(is_loopback(host) for host, _ in schedulers)
     if settings.encryption == "on" or not is_local:
         check_encryption(settings)
     if settings.transport == "rdma":

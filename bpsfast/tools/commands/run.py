@@ -209,7 +209,7 @@ def _take_hosts(options: dict[str, Any], chosen: dict[str, Any]) -> HostsPlan | 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """Return *environ* without the rank variables of an enclosing job, which are not meant for this one."""
     places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
-              "num_servers", "scheduler", "coordinator", "member")
+              "num_servers", "scheduler", "scheduler_index", "coordinator", "member")
     aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
     return {name: value for name, value in environ.items() if name not in aliases}
 
