@@ -15,28 +15,26 @@ import time
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 
 import bpsfast
 import bpsfast.torch as bps
 from bpsfast import elastic
+from bpsfast.bench.accuracy.task import load
 from bpsfast.elastic.coordinator_client import current_client
 
 from .rejoin import WorkerHistory
 from .training import COMPUTE_S
 
-_BATCH, _N_TEST, _SEED = 16, 360, 7
+_BATCH = 16
 
 
 def main(arguments: list[str]) -> int:
     """Train to the end."""
     folder, n_steps, victim, at_step = Path(arguments[0]), *map(int, arguments[1:])
     torch.set_num_threads(1)
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(_SEED))
-    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1)[order] / 16.0
-    labels = torch.tensor(digits.target)[order]
-    train_set = torch.utils.data.TensorDataset(images[_N_TEST:], labels[_N_TEST:])
+    digits = load()
+    train_set = torch.utils.data.TensorDataset(torch.from_numpy(digits.train_images),
+                                               torch.from_numpy(digits.train_labels))
     history = WorkerHistory(pid=os.getpid(), comes_s=time.monotonic())
     bps.init()
     member = current_client()
@@ -78,7 +76,8 @@ def main(arguments: list[str]) -> int:
 
     train(state)
     with torch.no_grad():
-        history.accuracy = float((model(images[:_N_TEST]).argmax(1) == labels[:_N_TEST]).float().mean())
+        found = model(torch.from_numpy(digits.test_images)).argmax(1)
+        history.accuracy = float((found == torch.from_numpy(digits.test_labels)).float().mean())
     history.write(folder / f"worker_{member.number}.json")
     bps.shutdown()
     return 0

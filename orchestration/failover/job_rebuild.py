@@ -295,7 +295,8 @@ class JobRebuild:
         missing = self._reports.workers - self._reports.sender_of.keys() if self._min_workers else set()
         self._dead = {index for index in missing if index in self._dead or (
             self._probes.is_refused(now, index) and now - self._heard_at(index) >= self._lease_s)} | {
-            index for index in self._lost_voters if index in self._dead or self._probes.is_dead(now, index)}
+            index for index in self._lost_voters
+            if index in self._dead or self._probes.is_dead(now, index, has_ranks=True)}
 
     @property
     def _lost_voters(self) -> set[int]:

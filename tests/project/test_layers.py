@@ -65,6 +65,7 @@ LAYERS = [  # subfolders before their parents
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
     Layer("bench/schedule/trainer.py", _CORE | {"torch"}),
+    Layer("bench/worker_loss/rejoin_rank.py", _CORE | {"torch"}),
     Layer("bench/worker_loss", _CORE, frozenset({"torch", "torchft"})),
     Layer("bench/schedule/timed_network.py", _CORE | {"torch"}),
     Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
