@@ -7,6 +7,7 @@ once; where jobs end at a loss and lost workers are replaced, these are the weig
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -54,7 +55,7 @@ def run(scenario: Scenario, folder: Path) -> tuple[str, str]:
         launcher = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
     try:
         for fault in scenario.faults:
-            _await(launcher, folder, lambda found, step=fault.step: has_made(found, step))
+            _await(launcher, folder, functools.partial(has_made, n_steps=fault.step))
             time.sleep(fault.delay_s)
             _kill(folder / f"pid_{fault.role.split()[1]}")
         _await(launcher, folder, lambda found: has_made(found, scenario.n_steps) and (

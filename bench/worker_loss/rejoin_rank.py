@@ -21,6 +21,7 @@ import bpsfast.torch as bps
 from bpsfast import elastic
 from bpsfast.bench.accuracy.task import load
 from bpsfast.elastic.coordinator_client import current_client
+from bpsfast.torch.elastic import ElasticSampler, TorchState
 
 from .rejoin import WorkerHistory
 from .training import COMPUTE_S
@@ -43,15 +44,15 @@ def main(arguments: list[str]) -> int:
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
                                          model.named_parameters())
-    sampler = elastic.ElasticSampler(train_set)
-    state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+    sampler = ElasticSampler(train_set)
+    state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
     def digest() -> str:
         return hashlib.blake2b(b"".join(p.detach().numpy().tobytes() for p in model.parameters()),
                                digest_size=8).hexdigest()
 
     @elastic.run
-    def train(state: elastic.TorchState) -> None:
+    def train(state: TorchState) -> None:
         history.jobs.append((member.job, bps.rank()))
         history.first_digests.append(digest())
         while state.step < n_steps:

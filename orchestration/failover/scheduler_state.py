@@ -209,8 +209,8 @@ class SchedulerState:
                 return self._gather(now, m.refusal(exc))
             self.has_given_up = (self._settings.has_others and isinstance(exc, StallError)
                                  and not rebuilding.is_alive)
-            out = self.abort(exc)
-            return [] if self.has_given_up else out
+            told = self.abort(exc)
+            return [] if self.has_given_up else told
         if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []
