@@ -4,7 +4,7 @@
     daemons           scheduler and node, as a rank or a command starts them
     local_job         `bpsfast run` on this machine, by the `supervisor` of `processes`
     ssh_job           the same on other hosts: `remote_hosts`, and `remote_agent` there
-    elastic_job       `bpsfast run --elastic`
+    elastic_job       `bpsfast run --elastic`, here or on hosts that come and go: `elastic_hosts`, `host_discovery`
     namespaces        clusters inside one machine
     stale_resources   `bpsfast clean`
 """

@@ -123,8 +123,8 @@ class HostConnection:
                 return
             tried = "; ".join(f"{address}: {error}" for address, error in tries.items()) or "it has none but loopback"
             self._fail(ConfigError(f"{name}: no address of the launcher's machine is reached from there at port "
-                                   f"{self._question.port}, where the workers find each other ({tried}): open its "
-                                   f"ports for {name}, or name the network by --set interface=NAME"))
+                                   f"{self._question.port}, where the workers find each other ({tried}): open it "
+                                   f"for {name} (--set ports=FIRST-LAST), or name the network (--set interface=NAME)"))
         else:
             self._fail(ProtocolError(f"{name}: the agent has sent {type(answer).__name__}, which was not asked for"))
 

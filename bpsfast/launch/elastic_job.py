@@ -21,6 +21,7 @@ import msgspec
 from ..base.addresses import configured_host, own_addresses
 from ..base.job_key import elastic_key, given_key
 from ..base.settings import Settings, environment, parse_address
+from ..base.value_formats import parse_ports
 from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
@@ -128,7 +129,7 @@ def run_on_hosts(plan: HostsPlan, program: Sequence[str], settings: Settings, ru
     key = given_key(settings) or secrets.token_hex(32)
     output = output or Output()
     with contextlib.ExitStack() as stack:
-        service = ElasticService(chosen, (), security.job_key(key, ""), "")
+        service = ElasticService(chosen, (), security.job_key(key, ""), "", parse_ports(settings.ports))
         stack.callback(service.close)
         service.no_adding = "workers are started by themselves as hosts have free slots, up to --max-ranks"
         service.start()  # hosts try to reach it

@@ -69,12 +69,15 @@ class ElasticService:
     """Listens from construction on; `start` begins to answer, `close` ends the thread. Called by the main thread only.
 
     *members* are the first workers, by rank, *key* is the job's key, *host* an address of this machine for workers; "":
-    all addresses.
+    all addresses. *ports*: the first and the last one of those it may listen at; 0: any.
+
+    Raises `ConfigError` if there is no free port.
     """
 
-    def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str) -> None:
+    def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str,
+                 ports: tuple[int, int] = (0, 0)) -> None:
         self._coordinator = ElasticCoordinator(rules, members)
-        self._server = protocol.listen(elastic_key(key), host)
+        self._server = protocol.listen(elastic_key(key), host, ports)
         self.port = self._server.port
         self.address = format_address(host, self.port)
         self._calls: deque[Callable[[], None]] = deque()

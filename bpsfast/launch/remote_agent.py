@@ -262,7 +262,7 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
     try:
         with socket.create_connection((resolve(address, _left(until_s)), port), _left(until_s)) as sock:
             sock.settimeout(_left(until_s))
-            received = sock.recv(len(token), socket.MSG_WAITALL)
+            received = sock.recv(max(1, len(token)), socket.MSG_WAITALL)
     except OSError as exc:
         return exc.strerror or str(exc)
     return "" if received == token else "another program answers there"

@@ -150,9 +150,9 @@ def stored_nbytes(key: str, value: str) -> int:
     return len(key.encode()) + len(value.encode()) + 256
 
 
-def listen(key: bytes, host: str) -> LeaderChannel:
-    """Return the coordinator's end, at *host*; raises as `LeaderChannel`."""
-    return LeaderChannel(key, host, _to_coordinator)
+def listen(key: bytes, host: str, ports: tuple[int, int] = (0, 0)) -> LeaderChannel:
+    """Return the coordinator's end, at *host* and one of *ports*; arguments and errors are those of `LeaderChannel`."""
+    return LeaderChannel(key, host, _to_coordinator, ports)
 
 
 def connect(host: str, port: int, key: bytes) -> FollowerChannel:

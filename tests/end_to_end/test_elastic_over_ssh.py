@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,6 +162,24 @@ def test_a_worker_that_hangs_is_lost_and_the_place_of_a_lost_host_may_be_on_anot
     (tmp_path / "stop").touch()
     assert launched.ends() == 0, launched.text
     assert launched.text.count("] trained") == 2
+
+
+def test_a_host_whose_link_is_cut_is_lost_and_connected_again(hosts, job, tmp_path):
+    listed(tmp_path, "gpu1", "gpu2")
+    launched = job("-n", "2", "--lost-worker", "shrink", "--blacklist-cooldown", "1")
+    launched.hears(r"worker 0\] on gpu1: 2 ranks", r"worker 1\] on gpu2: 2 ranks")
+    link = ["ip", "-n", hosts.cluster["gpu2"].namespace, "link", "set", "eth0"]
+    subprocess.run([*link, "down"], check=True, timeout=20)
+    try:
+        launched.hears("worker 1 was lost with its host gpu2", "host gpu2 is lost .* for 1 s",
+                       r"worker 0\] on gpu1: 1 ranks", within_s=90.0)
+    finally:
+        subprocess.run([*link, "up"], check=True, timeout=20)
+    launched.hears(r"worker 0\] on gpu1: 2 ranks", r"worker 2\] on gpu2: 2 ranks", within_s=90.0)
+    (tmp_path / "stop").touch()
+    assert launched.ends() == 0, launched.text
+    assert launched.text.count("] trained") == 2
+    assert is_empty(hosts, within_s=80.0), "an agent without a launcher ends after a minute"
 
 
 def test_hosts_that_are_too_few_end_in_words(hosts, job, tmp_path):

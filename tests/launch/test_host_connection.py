@@ -63,6 +63,16 @@ def test_another_program_at_the_port_is_not_the_service(no_leaks):
     assert "(127.0.0.1: timed out)" in str(error) and "--set interface=NAME" in str(error)
 
 
+def test_the_service_listens_at_one_of_the_ports_that_a_firewall_opens(no_leaks):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        first = held.getsockname()[1]
+    service = ElasticService(ElasticRules(max_ranks=1), [0], b"k" * 32, "", (first, first))
+    try:
+        assert service.port == first and connected(first).address == "127.0.0.1"
+    finally:
+        service.close()
+
+
 def test_without_an_address_nothing_is_tried(service):
     assert "(it has none but loopback)" in str(connected(service.port, addresses=()).error)
 

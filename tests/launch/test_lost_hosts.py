@@ -8,17 +8,20 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import pytest
 
 from bpsfast.base.exit_codes import LOST_HOST
 from bpsfast.launch import supervisor as supervisors
+from bpsfast.launch.elastic_service import KillWorker, StopJob, WorkerPool, worker
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.processes import Command, Kind, LocalProcesses
 from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.ssh import SILENT_HOST_S, Ssh
 from bpsfast.launch.supervisor import Limits, Supervisor
+from bpsfast.orchestration.wake_up import WakeUp
 
 _LIMITS = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=0.5)
 
@@ -224,3 +227,39 @@ def test_signals_do_not_put_off_the_end(monkeypatch):
     code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], hosts)
     assert time.monotonic() - begin < 10.0
     assert code == 128 + signal.SIGINT and "1 s after SIGKILL: helper 0" in said
+
+
+class AbsentWorkers(WorkerPool):
+    """The workers of a job whose worker 0 is to be killed because it is absent; nothing is left to do without it."""
+
+    def __init__(self, command: Command) -> None:
+        self._wake, self._due = WakeUp(), [KillWorker(0)]
+        self.told: list[Command] = []
+        super().__init__(types.SimpleNamespace(fileno=self._wake.fileno, orders=self.ordered, give_up=None,
+                                               is_over=False), [command], goes_on=True)
+        self._wake.ring()
+
+    def ordered(self):
+        """Return what is ordered, once."""
+        self._wake.clear()
+        found, self._due = self._due, []
+        return found
+
+    def outlives(self, process) -> None:
+        """See `WorkerPool`."""
+        self.told.append(process.command)
+        self._due = [StopJob("no quorum: nobody is left")]
+        self._wake.ring()
+
+
+def test_an_absent_worker_that_outlives_sigkill_counts_as_lost(monkeypatch):
+    monkeypatch.setattr(supervisors, "AFTER_SIGKILL_S", 0.2)
+    command = worker(0, Command("", Kind.RANK, (), {}))
+    workers, host = AbsentWorkers(command), LosableHost(float("inf"))
+    err = io.BytesIO()
+    with contextlib.closing(Output(io.BytesIO(), err)) as output:
+        code = Supervisor([command], limits=_LIMITS, output=output, hosts=[host], workers=workers).run()
+    said = err.getvalue().decode()
+    assert code == 1 and workers.told == [command] and host.processes[0].signals[0] == signal.SIGKILL
+    assert "worker 0 runs 0.2 s after SIGKILL: it counts as lost, and is left behind" in said
+    assert "no further job: no quorum: nobody is left" in said
