@@ -33,7 +33,7 @@ class ClusterJob(Job):
             raise
 
     def _start(self, command: Any, values: dict[str, Any]) -> None:
-        role, _, number = command.name.partition(" ")
+        number = command.name.partition(" ")[2]
         machine = self.cluster[f"m{number or 0}"]
         addresses = ",".join(f"{self.cluster[f'm{i}'].address}:{PORT}" for i in range(3))
         environ = {**command.environ, "BPSFAST_SCHEDULER": addresses, "BPSFAST_NODE_HOST": machine.address}
