@@ -37,7 +37,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--scheduler", metavar="HOST:PORT,...", help="Address to listen on, or a list: see below.")
+@click.option("--scheduler", metavar="HOST:PORT,...", help="Address to listen on, or a list: see above.")
 @click.option("--index", "scheduler_index", type=click.IntRange(0), help="Which address of the list to listen on, from "
               "0 on.  [default: the first one of this machine]")
 @click.option("--num-nodes", type=click.IntRange(1), help="Number of machines with ranks to wait for.")

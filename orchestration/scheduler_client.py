@@ -96,7 +96,8 @@ class SchedulerClient:
         self._dialled = now
         self._short: float | None = None  # since when the scheduler has heard no majority
         self._secure = self._disconnected = self._is_refused = False
-        self._short_patience_s = self._lease_s * random.uniform(*_SHORT_PATIENCE)
+        # Two heartbeats at least: the next one may say that it hears a majority by now.
+        self._short_patience_s = max(self._lease_s * random.uniform(*_SHORT_PATIENCE), 2 * self._heartbeat_s)
         socket = self._socket = self._context.socket(zmq.DEALER)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         socket.curve_publickey, socket.curve_secretkey = curve_pair(self._key, "node")

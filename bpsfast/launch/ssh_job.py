@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from ..base.addresses import is_loopback
 from ..base.job_key import given_key
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
@@ -59,7 +60,7 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
     with RemoteHosts(plan.all_hosts, plan.ssh, output) as remote:
         remote.connect()
         scheduler = remote.scheduler_address(plan.scheduler_host)
-        spare_hosts = remote.spare_addresses()
+        spare_hosts = [] if is_loopback(scheduler[0]) else remote.spare_addresses()
         commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
                              remote.master_port(), [address for _, address in spare_hosts])
         hosts = [remote.hosts[number_of(command)] for command in commands]

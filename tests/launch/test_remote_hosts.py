@@ -49,6 +49,23 @@ def test_of_several_the_first_has_the_scheduler(no_leaks):
             fleet.scheduler_address("192.0.2.1")
 
 
+def test_two_further_hosts_have_an_address_for_the_next_scheduler(no_leaks):
+    with RemoteHosts([_HERE] * 4, Ssh(), Output()) as fleet:
+        fleet.connect()
+        first = fleet.scheduler_address()
+        found = fleet.spare_addresses()
+        assert [host for host, _ in found] == fleet.hosts[1:3]
+        ports = {port for _, port in (first, *(address for _, address in found))}
+        assert len(ports) == 3 and all(address[0] in host.agent.addresses for host, address in found)
+
+
+def test_a_host_that_others_do_not_reach_has_no_next_scheduler(no_leaks):
+    with RemoteHosts([_HERE, _HERE], Ssh(), Output()) as fleet:
+        fleet.connect()
+        fleet.hosts[1].agent.addresses[:] = []
+        assert fleet.spare_addresses() == []
+
+
 def test_a_name_for_the_scheduler_that_its_host_cannot_look_up_is_refused_at_once(no_leaks):
     with RemoteHosts([_HERE], Ssh(), Output()) as fleet:
         fleet.connect()

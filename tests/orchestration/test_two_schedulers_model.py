@@ -246,7 +246,11 @@ def test_the_nodes_that_remain_go_on_under_one_scheduler(begin):
         mine = [nodes for number, nodes in world.committed[n_before:] if number == len(world.states) - 1]
         if is_majority([node.index for node in left], last) and world.states[-1].job.aborted is None:
             assert mine, f"seed {seed}: nobody leads nodes {[node.index for node in left]} of {world.committed}"
-        n_led += bool(mine)
+        if mine:
+            n_led += 1
+            units = [node.log.units for node in left]
+            assert all(each == units[0] for each in units), f"seed {seed}: they have committed different tensors"
+            assert "last" in {member.name for unit in units[0] for member in unit.members}
     assert n_led > 25, "else it says little"
 
 
