@@ -164,6 +164,19 @@ def test_a_worker_that_hangs_is_lost_and_the_place_of_a_lost_host_may_be_on_anot
     assert launched.text.count("] trained") == 2
 
 
+def test_a_job_goes_on_without_a_lost_host_until_it_is_connected_again(hosts, job, tmp_path):
+    listed(tmp_path, "gpu1", "gpu2", "cpu1")
+    launched = job("-n", "3", "--lost-worker", "wait", "--blacklist-cooldown", "2", "--set", "on_worker_loss=continue")
+    launched.hears(r"worker 0\] on gpu1: 3 ranks, step 0", r"worker 1\] on gpu2: 3 ranks, step 0")
+    lose(hosts, "gpu2")
+    launched.hears("worker 1 was lost with its host gpu2", "the job goes on without lost (ranks|nodes)", within_s=90.0)
+    again, _ = launched.hears(r"worker 0\] on gpu1: 3 ranks, step (\d+)", r"worker 3\] on gpu2: 3 ranks", within_s=90.0)
+    assert int(again[1]) > 0 and "on gpu1: 2 ranks" not in launched.text, "no other job was formed in between"
+    (tmp_path / "stop").touch()
+    assert launched.ends() == 0, launched.text
+    assert launched.text.count("] trained") == 3
+
+
 def test_a_host_whose_link_is_cut_is_lost_and_connected_again(hosts, job, tmp_path):
     listed(tmp_path, "gpu1", "gpu2")
     launched = job("-n", "2", "--lost-worker", "shrink", "--blacklist-cooldown", "1")
