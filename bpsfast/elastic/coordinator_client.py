@@ -89,6 +89,8 @@ class CoordinatorClient:
         self.job = 0
         #: How often the member of that job had committed that has most commits.
         self.n_commits = 0
+        #: The ranks that the last job went on without.
+        self.lost: tuple[int, ...] = ()
         #: Whether this process has the state of the training: `State.sync` was completed.
         self.has_state = False
         self._formed: Formed | Refused | Over | Dismissed | None = None
@@ -154,7 +156,7 @@ class CoordinatorClient:
 
     def done(self) -> None:
         """Tell the coordinator that the training has ended on all ranks."""
-        self._channel.tell(protocol.Done(member=self.number))
+        self._channel.tell(protocol.Done(member=self.number, lost=self.lost))
         self._spares.close()
 
     def close(self) -> None:
@@ -168,7 +170,8 @@ class CoordinatorClient:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed, self._prepares = None, False
         self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
-                                         n_commits=n_commits, reason=reason, is_ready=self._is_ready))
+                                         n_commits=n_commits, reason=reason, is_ready=self._is_ready,
+                                         lost=self.lost))
         loads_until_s = 0.0
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
@@ -201,6 +204,7 @@ class CoordinatorClient:
             raise error_of(found.error, found.reason)
         self.job, self.lost_worker, self.n_commits = found.job, found.lost_worker, found.n_commits
         self._values = {}
+        self.lost = ()
         return found
 
     def _silence(self, silent_s: float) -> StallError:

@@ -242,6 +242,11 @@ _log = logging.getLogger("bpsfast.elastic")
 _Result = TypeVar("_Result")
 
 
+def _lost_ranks() -> tuple[int, ...]:
+    """Return the ranks that this process's job has gone on without."""
+    return tuple(sorted(process.current().membership.known_lost))
+
+
 def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     """Return *train*, whose first argument is a `State`, as a function that survives lost and added workers.
 
@@ -302,6 +307,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             returned = [train()]
             process.barrier()  # no rank leaves while others may still have to go back to a commit
         except WorkersJoined:
+            member.lost = _lost_ranks()
             leaving()
             process.leave()
         except Exception as exc:
@@ -317,6 +323,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             if not returned:  # else this may have been the end, and what it has led to is the result
                 state.restore()
         else:
+            member.lost = _lost_ranks()
             member.done()
             return returned[0]
         try:

@@ -90,7 +90,8 @@ class HostConnection:
         try:
             self.remote.receive_if_any()
         except EOFError:  # ssh is about to print why: `tick` waits for that
-            self._selector.unregister(self.remote.connection.source)
+            if self.remote.connection.source in self._selector.get_map():
+                self._selector.unregister(self.remote.connection.source)
             self._ssh_ends_by_s = time.monotonic() + SSH_END_S
             return
         except BpsError as exc:
@@ -296,7 +297,7 @@ class HostWorkers(WorkerPool):
 
     def released(self) -> list[ProcessHost]:
         """See `WorkerPool`."""
-        found = [remote for remote in self._closing if remote.has_ended]
+        found = [remote for remote in self._closing if remote.has_ended and not remote.has_running]
         for remote in found:
             del self._closing[remote]
             self._forget(remote)
@@ -327,9 +328,13 @@ class HostWorkers(WorkerPool):
 
     def outlives(self, process: Process) -> None:
         """See `WorkerPool`."""
-        each = self._host_of.get(member_of(process.command))
-        if each is not None:
-            each.members.discard(member_of(process.command))
+        member = member_of(process.command)
+        each = self._host_of.get(member)
+        if each is not None and member in each.members:
+            each.members.discard(member)
+            each.n_spent += 1  # it still has the slot's processors, and GPU
+        if self._rules.lost_worker == "wait" and member not in self._told:
+            self._lost.add(member if self._service.holds_rank(member) else self._instead_of.get(member, member))
         super().outlives(process)
 
     # -- hosts ------------------------------------------------------------------------------------------------------
@@ -340,7 +345,8 @@ class HostWorkers(WorkerPool):
 
     def _on_events(self) -> None:
         for key, _ in self._selector.select(0):
-            key.data()
+            if key.fileobj in self._selector.get_map():  # else an event before it has ended the watch
+                key.data()
 
     def _advance(self, now_s: float) -> float:
         """Take lists of hosts and events of connections; return when something is due next."""

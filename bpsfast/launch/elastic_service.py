@@ -30,6 +30,8 @@ _NODE = "BPSFAST_NODE_ID"
 _LOOK_S = 1.0
 #: How long newcomers wait to join for a replacement that has been started, at most.
 _TOGETHER_S = 5.0
+#: How long a worker that a job goes on without, although it lives, has to come back: it has lost its node, or hangs.
+_COMES_BACK_S = 20.0
 _REASON_LENGTH = 500
 _DISMISSED = "the training goes on without this worker: the list of hosts has no slot for it any more"
 
@@ -88,6 +90,7 @@ class ElasticService:
         self._asked: set[int] = set()  # to be replaced or killed, and still open
         self._n_starting = 0  # ordered, and not started yet
         self._told = protocol.Newcomers(0, 0)  # what the members of a job know
+        self._left_behind: dict[int, float] = {}  # members that a job went on without -> when they are ended
         self._newcomers_since_s = 0.0
         self._preparing: dict[int, protocol.Come] = {}  # members that will be ready to be let into the running job
         self._store: dict[str, str] = {}
@@ -225,6 +228,7 @@ class ElasticService:
             self._on_come(self._preparing.popitem()[1])
         self._decide()
         self._announce(now_s := time.monotonic())
+        self._end_left_behind(now_s)
         if now_s >= self._next_word_s and (self._coordinator.waiting or self._preparing):
             self._next_word_s = now_s + protocol.WORD_EVERY_S
             self._send(protocol.Wait(self._coordinator.awaited), self._coordinator.waiting)
@@ -237,6 +241,7 @@ class ElasticService:
             case protocol.Prepared() if message.member in self._preparing:
                 self._on_come(msgspec.structs.replace(self._preparing.pop(message.member), is_ready=True))
             case protocol.Done():
+                self._on_lost(message.member, message.lost)
                 self._coordinator.done()
                 self._send(protocol.Over(), self._coordinator.waiting)
             case protocol.Put():
@@ -257,6 +262,7 @@ class ElasticService:
             self._send(protocol.Wait(coordinator.awaited, prepares=True), [message.member])
             return
         self._preparing.pop(message.member, None)
+        self._on_lost(message.member, message.lost)
         coordinator.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
                     message.reason[:_REASON_LENGTH])
         if coordinator.is_over:
@@ -267,6 +273,25 @@ class ElasticService:
             self._send(protocol.Dismissed(_DISMISSED), [message.member])
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
+
+    def _on_lost(self, member: int, ranks: Sequence[int]) -> None:
+        """Note that the job of *member* went on without *ranks*: their workers come back soon, or hang."""
+        if self._coordinator.holds_rank(member):
+            due_s = time.monotonic() + _COMES_BACK_S
+            for left_behind in self._coordinator.left_behind(ranks):
+                self._left_behind.setdefault(left_behind, due_s)
+
+    def _end_left_behind(self, now_s: float) -> None:
+        """End the workers that a job has gone on without, and that have not come back in time."""
+        for member, due_s in list(self._left_behind.items()):
+            if member not in self._alive or member in self._coordinator.waiting:
+                del self._left_behind[member]
+            elif now_s >= due_s:
+                self._ask([KillWorker(member)])
+
+    def was_left_behind(self, member: int) -> bool:
+        """Whether the last job went on without *member*, which has not come back."""
+        return member in self._left_behind
 
     def _announce(self, now_s: float) -> None:
         """Tell the members of the running job who waits to join and who is to leave, if that has changed.
@@ -476,7 +501,9 @@ class WorkerPool:
 
     def is_superfluous(self, process: Process) -> bool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
-        return self._service.is_over and not self._service.holds_rank(member_of(process.command))
+        member = member_of(process.command)
+        return self._service.is_over and (
+            not self._service.holds_rank(member) or self._service.was_left_behind(member))
 
     def outlives(self, process: Process) -> None:
         """Note that *process* was killed because it was absent, and does not end: it is lost all the same."""

@@ -292,7 +292,7 @@ class RemoteHost(ProcessHost):
 
     def on_errors(self, selector: selectors.BaseSelector) -> Sequence[RemoteProcess]:
         """Read from `stderr`, which is readable; unregister it from *selector* at its end."""
-        if not self.read_errors():
+        if not self.read_errors() and self.stderr in selector.get_map():  # another event may have ended the watch
             selector.unregister(self.stderr)
         return ()
 
@@ -337,6 +337,11 @@ class RemoteHost(ProcessHost):
             return StallError(f"{self.host.name}: its agent has not answered within {timeout_s:g} s: is the host "
                               "overloaded, or its file system stuck?")
         return self._ssh.late(self.host, timeout_s, self.connection.noise)
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a process there is not known to have ended."""
+        return any(process.code is None for process in self._processes)
 
     @property
     def has_ended(self) -> bool:
@@ -391,8 +396,9 @@ class RemoteHost(ProcessHost):
                 return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
             self._last_received_s = now_s  # this process has not read
         assert self._selector is not None, "opened"
-        set_watched(self._selector, self.connection.target, selectors.EVENT_WRITE, self._on_target,
-                    self.connection.pending_nbytes > 0)
+        if self._closing_since_s is None:  # else the descriptor is closed
+            set_watched(self._selector, self.connection.target, selectors.EVENT_WRITE, self._on_target,
+                        self.connection.pending_nbytes > 0)
         return self._last_received_s + SILENCE_S, ()
 
     def drain(self) -> None:
@@ -477,7 +483,8 @@ class RemoteHost(ProcessHost):
         """Mark the host as lost; its agent, if alive, ends what runs there. Return the processes that were running."""
         assert self._selector is not None
         self.why_lost, self.lost = why, f"was lost with its host {self.host.name} ({why})"
-        for source in (self.connection.source, self.connection.target):
+        sources = [self.connection.source, *([self.connection.target] if self._closing_since_s is None else [])]
+        for source in sources:
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         ended = [process for process in self._processes if process.code is None]

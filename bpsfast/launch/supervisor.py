@@ -246,7 +246,7 @@ class Supervisor:
                     self._start_again(process)
             elif self._phase == "grace" and self._follows_signal(process):
                 pass
-            elif process.code != 0 and not self._is_left_behind(process) and (
+            elif process.code != 0 and not self._is_left_behind(process) and not self._is_superfluous(process) and (
                     self._phase in (*_GOES_ON, "failed") or (process.is_lost and self._stopped is None)):
                 # the loss of a host may be known only after the processes that missed it have ended
                 if not self._failures:
@@ -264,6 +264,10 @@ class Supervisor:
                 self._dismiss()
             elif self._phase == "grace" and not self._running_ranks:
                 self._stop(_STOPPED, 128 + signal.SIGTERM)
+
+    def _is_superfluous(self, process: Process) -> bool:
+        """Whether *process* is a worker that the elastic job, whose training is over or goes on, does not need."""
+        return self._workers is not None and self._workers.is_superfluous(process)
 
     def _follows_signal(self, process: Process) -> bool:
         """Whether *process* ended as it was told by SIGTERM, or because another one did: others may still be saving."""
@@ -377,7 +381,7 @@ class Supervisor:
         without_node = self._nodes(self._processes) | {process.command.node for process in self._processes
                                                        if self._is_left_behind(process)}
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
-                 and not (self._workers is not None and self._workers.is_superfluous(process))
+                 and not self._is_superfluous(process)
                  and not (process.code is None and process.command.node in without_node)]
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._lost for process in ranks)
@@ -419,8 +423,9 @@ class Supervisor:
                 self._output.say(f"no further job: {order.reason}")
                 self._has_no_next_job = True
                 self._failed_s = time.monotonic()
-                for process in self._lost:  # if the program itself failed everywhere, its exit code is the job's
-                    if member_of(process.command) in order.lost and is_own_failure(process):
+                lost = [process for process in self._lost if member_of(process.command) in order.lost]
+                if all(map(is_own_failure, lost)):  # the program itself failed everywhere: its exit code is the job's
+                    for process in lost:
                         self._failures.add(process)
                 self._enter("failed")
             elif isinstance(order, KillWorker):

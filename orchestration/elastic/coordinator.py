@@ -119,6 +119,7 @@ class ElasticCoordinator:
         self._n_commits_before = 0  # when the last job was formed
         self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
         self._own_failures: set[int] = set()  # lost holders that failed by themselves
+        self._has_ended_badly = False  # the last job, for all of its members
         self._leaving: set[int] = set()  # members that are to leave
         self._n_fruitless = 0  # jobs in a row
 
@@ -140,6 +141,7 @@ class ElasticCoordinator:
             self._with_state.add(member)
             self._has_begun = True
         if self.holds_rank(member) and not (reason and self._goes_on()):
+            self._has_ended_badly |= self.is_running and bool(reason)
             self.is_running = False
         if self._began_s is None and not self.is_running:
             self._began_s = now_s
@@ -159,6 +161,7 @@ class ElasticCoordinator:
                 self._failed[member] = how
                 self._own_failures.add(member)
             if not self._goes_on():
+                self._has_ended_badly |= self.is_running
                 self.is_running = False
                 self._began_s = now_s
 
@@ -178,6 +181,12 @@ class ElasticCoordinator:
     def is_dismissed(self, member: int) -> bool:
         """Whether *member* is to leave, and has no rank that would keep it."""
         return member in self._leaving and not self.holds_rank(member)
+
+    def left_behind(self, ranks: Iterable[int]) -> list[int]:
+        """Return the members with *ranks*, which the last job went on without, that are not known to be lost, and have
+        not come back either."""
+        holders = [self.holders[rank].member for rank in ranks if rank < len(self.holders)]
+        return [member for member in holders if not {member} & {*self._come, *self._lost, *self._left}]
 
     def left(self, member: int) -> None:
         """Note that *member*'s process has ended well. If all have, there is nothing left to join."""
@@ -213,15 +222,18 @@ class ElasticCoordinator:
     def departing(self) -> tuple[int, ...]:
         """The members of the last job that the next one is formed without, because they are to leave.
 
-        None while those who would be left have no state, or are fewer than `min_ranks` with the newcomers.
+        None while those who would be left have no state or an older one, or are fewer than `min_ranks` with the
+        newcomers.
         """
         survivors = [holder.member for holder in self._survivors()]
         staying = [member for member in survivors if member not in self._leaving]
         others = sum(not self.holds_rank(member) for member in self._come)
         if not staying or len(staying) + others < self.rules.min_ranks:
             return ()
+        newest = max((self._commits_of.get(member, 0) for member in survivors if member in self._come), default=0)
         if not self.is_running and self._has_begun and not any(
-                member in self._with_state or member not in self._come for member in staying):
+                member not in self._come or (member in self._with_state and self._commits_of.get(member, 0) >= newest)
+                for member in staying):
             return ()
         return tuple(member for member in survivors if member in self._leaving)
 
@@ -250,8 +262,8 @@ class ElasticCoordinator:
 
     @property
     def is_calling_back(self) -> bool:
-        """Whether members that may still train are awaited, because half of those of a job that goes on came back."""
-        return (self.rules.goes_on and self.number > 0 and self._began_s is not None and not self.is_running
+        """Whether members of the last job are awaited that may still train: not all of them need know of its end."""
+        return (self.number > 0 and self._began_s is not None and not self.is_running
                 and any(holder.member not in self._come for holder in self._survivors()))
 
     @property
@@ -337,13 +349,15 @@ class ElasticCoordinator:
     def _was_fruitless(self, order: Sequence[int]) -> bool:
         """Whether the last job has failed, and the next one, of *order*, would be no better as far as is known."""
         known = {*(holder.member for holder in self.holders), *self._instead.values()}
-        return (bool(self._failed) and self._own_failures >= set(self._lost) and known >= set(order)
+        has_failed = bool(self._failed) and (self._has_ended_badly or not self.rules.goes_on)
+        return (has_failed and self._own_failures >= set(self._lost) and known >= set(order)
                 and self._n_commits <= self._n_commits_before)
 
     def _enter(self, form: Form) -> None:
         self._n_fruitless = self._n_fruitless + 1 if self._was_fruitless(form.members) else 0
         self._n_commits_before = self._n_commits
         self._failed.clear()
+        self._has_ended_badly = False
         self._own_failures.clear()
         self.number, self.is_running, self._began_s = form.number, True, None
         self.holders = tuple(RankHolder(member, self._come.pop(member)) for member in form.members)

@@ -24,7 +24,7 @@ class Come(msgspec.Struct, tag=True, frozen=True):
 
     `has_state`: it has the state of a job before, which has had `n_commits` commits. `reason`: why that job has failed,
     "" if it has not. `is_ready`: it may be let into a running job at once; if not, the answer is a `Wait` that
-    `prepares`.
+    `prepares`. `lost`: the ranks that its last job went on without.
     """
 
     member: int
@@ -33,6 +33,7 @@ class Come(msgspec.Struct, tag=True, frozen=True):
     n_commits: int = 0
     reason: str = ""
     is_ready: bool = True
+    lost: tuple[int, ...] = ()
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
@@ -42,9 +43,10 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A worker tells that its training has ended, and that of all other ranks of its job."""
+    """A worker tells that its training has ended, and that of all other ranks of its job except those it has `lost`."""
 
     member: int
+    lost: tuple[int, ...] = ()
 
 
 class Put(msgspec.Struct, tag=True, frozen=True):

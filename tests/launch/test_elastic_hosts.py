@@ -26,7 +26,7 @@ class Remote:
 
     def __init__(self, host):
         self.host, self.lost, self.why_lost = host, "", ""
-        self.is_closing, self.has_ended, self.was_killed = False, False, False
+        self.is_closing, self.has_ended, self.was_killed, self.has_running = False, False, False, False
 
     def begin_close(self):
         self.is_closing = True
@@ -77,6 +77,9 @@ class Service:
 
     def leave(self, members):
         self.told += members
+
+    def was_left_behind(self, member):
+        return False
 
 
 class Discovery:
@@ -221,8 +224,21 @@ def test_a_host_that_is_not_listed_any_more_is_released_once_its_workers_have_le
     assert not remote.is_closing
     assert job.end(3, 0)
     assert job.step() == {} and remote.is_closing and job.pool.released() == []
-    remote.has_ended = True
+    remote.has_ended = remote.has_running = True
+    assert job.pool.released() == [], "its processes are not known to have ended yet"
+    remote.has_running = False
     assert job.pool.released() == [remote] == job.forgotten
+
+
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
+def test_a_worker_that_outlives_its_end_keeps_its_slot_and_is_replaced_once(policy):
+    job = Job(A, B, n=4, policy=policy)
+    job.pool.outlives(job.running.pop(1))
+    job.service.holders.discard(1) if policy == "shrink" else None
+    assert job.step() == {}
+    if policy == "wait":
+        job.pool.take(ReplaceWorker(1))
+        assert sum(job.step().values()) <= 1 and job.step() == {}
 
 
 def test_a_worker_that_was_let_go_and_does_not_end_is_ended_with_its_host():

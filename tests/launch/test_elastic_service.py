@@ -170,6 +170,33 @@ def test_who_may_still_train_is_called_when_half_have_come_back(coordinator):
     assert first.hears(Formed).job == second.hears(Formed).job == 2
 
 
+@pytest.mark.parametrize("end", ["training", "job"])
+def test_a_worker_that_hangs_and_that_its_job_went_on_without_is_ended(coordinator, monkeypatch, end):
+    monkeypatch.setattr(elastic_service, "_COMES_BACK_S", 0.3)
+    service, (first, second, _), _ = coordinator(3, lost_worker="shrink", goes_on=True)
+    if end == "training":
+        first.say(Done, lost=(2,))
+    else:
+        for worker in (first, second):
+            worker.say(Come, node="a", has_state=True, lost=(2,))
+    assert order(service) == KillWorker(2)
+    assert service.was_left_behind(2) and service.is_over == (end == "training")
+    service.ended(2, "was killed")
+    if end == "job":
+        assert first.hears(Formed).size == 2
+
+
+def test_a_worker_that_comes_back_in_time_is_not_ended(coordinator, monkeypatch):
+    monkeypatch.setattr(elastic_service, "_COMES_BACK_S", 0.3)
+    service, (first, second, third), _ = coordinator(3, lost_worker="shrink", goes_on=True)
+    first.say(Come, node="a", has_state=True, lost=(2,))
+    third.say(Come, node="b", has_state=True, reason="its node is lost")
+    until_waiting(service, 2)
+    second.say(Come, node="a", has_state=True, lost=(2,))
+    assert [worker.hears(Formed).size for worker in (first, second, third)] == [3, 3, 3]
+    assert not service.was_left_behind(2) or not service.orders()
+
+
 def until_waiting(service, n):
     """Wait until *n* members wait for a job."""
     deadline = time.monotonic() + 10.0

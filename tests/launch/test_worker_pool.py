@@ -13,7 +13,10 @@ class Heard:
     """Keeps what a `ElasticService` is told."""
 
     def __init__(self):
-        self.facts, self.is_over, self.holders = [], False, {0, 1}
+        self.facts, self.is_over, self.holders, self.left_behind = [], False, {0, 1}, set()
+
+    def was_left_behind(self, member):
+        return member in self.left_behind
 
     def holds_rank(self, member):
         return member in self.holders
@@ -68,6 +71,13 @@ def test_who_is_killed_after_the_training_has_failed():
     worker_pool, commands, facts = worker_pool_of("ab")
     worker_pool._service.is_over = True
     assert not worker_pool.has_ended(ended(commands[1], -9)) and facts == [("give_up", "worker 1 ended by -9")]
+
+
+def test_who_was_left_behind_by_its_job_fails_nothing_after_the_training():
+    worker_pool, commands, facts = worker_pool_of("ab")
+    worker_pool._service.is_over, worker_pool._service.left_behind = True, {1}
+    assert worker_pool.is_superfluous(ended(commands[1], None))
+    assert worker_pool.has_ended(ended(commands[1], -9)) and facts == [("left", 1)]
 
 
 @pytest.mark.parametrize("code", [-9, -15, 1])

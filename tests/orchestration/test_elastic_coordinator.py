@@ -454,6 +454,35 @@ def test_a_job_has_also_failed_when_those_who_have_come_back_are_half_after_a_lo
     assert found.decide(3.0) == Form(2, (0, 2))
 
 
+def test_members_that_are_to_leave_stay_until_another_has_their_state():
+    found = coordinator("shrink", n=3, goes_on=True)
+    found.came(2, "2", 1.0, has_state=True, n_commits=3, reason="its node is lost")
+    found.leave([0, 1])
+    for member in (0, 1):
+        found.came(member, "0", 2.0, has_state=True, n_commits=40)
+    assert found.decide(2.0) == Form(2, (0, 1, 2), n_commits=40), "not without those who have trained"
+    for member in (0, 1, 2):
+        found.came(member, "0", 3.0, has_state=True, n_commits=41)
+    assert found.decide(3.0) == Form(3, (2,), dismissed=(0, 1), n_commits=41)
+
+
+def test_jobs_that_let_a_member_in_again_and_again_have_not_failed():
+    found = coordinator("shrink", n=3, goes_on=True)
+    for number in range(2, 4 + MOST_FRUITLESS):
+        found.came(2, "2", 1.0, has_state=True, reason="its node is lost")
+        for member in (0, 1):
+            found.came(member, "0", 2.0, has_state=True)
+        assert found.decide(2.0).number == number
+
+
+def test_who_was_left_behind_is_known_until_it_has_come_back_or_is_lost():
+    found = coordinator("shrink", n=4, goes_on=True)
+    assert found.left_behind([1, 2, 3]) == [1, 2, 3]
+    found.came(1, "1", 1.0, has_state=True, reason="its node is lost")
+    found.ended(2, "is gone", 1.0)
+    assert found.left_behind([1, 2, 3, 9]) == [3]
+
+
 def test_training_is_over_when_all_but_lost_members_have_left_well():
     found = coordinator("wait", goes_on=True)
     found.ended(0, "is gone", 1.0)
