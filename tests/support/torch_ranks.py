@@ -42,7 +42,7 @@ class Processes(Job):
         self._forked = True
         self._pipes = []
         self._attached = False
-        self._port = socket.socket()  # reserves the port of a job, without listening
+        self._ports = [socket.socket()]  # reserves the port of a job, without listening
         self._folder = tempfile.TemporaryDirectory(prefix="bpsfast-torch-")
         self._numbers = itertools.count()
         for rank in range(n):
