@@ -41,7 +41,7 @@ class JobRebuild:
     min_workers
         As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
     lost
-        The nodes that were lost before.
+        The nodes that are lost for certain, because there was no other scheduler.
     short_s
         How long to go on without a majority; *timeout_s* if that is shorter.
     """
@@ -146,14 +146,28 @@ class JobRebuild:
             self._first = rejoin
         if self._fingerprint is None:
             self._fingerprint = rejoin.settings
-        if rejoin.index in self._reports.lost:
-            return [(sender, m.dropped("the job goes on without this node, which it has lost"))]
+        if rejoin.index in self._reports.settled_lost:
+            return [(sender, _left_out())]
         self._heard[sender] = now
+        settled_epoch = self._reports.settled_epoch
         if rejoin.nodes == self._nodes:  # kept once: a thousand nodes know a thousand each
             rejoin = msgspec.structs.replace(rejoin, nodes=self._nodes)
         self._reports.begin(sender, NodeReport(rejoin))
         self._match()
-        return []
+        return self._drop_settled() if self._reports.settled_epoch > settled_epoch else []
+
+    def _drop_settled(self) -> m.Outgoing:
+        """Drop the nodes that an epoch is without which another node has committed, and what they have said of others.
+
+        Nodes that are lost in an epoch that may not be committed are told when the job is rebuilt: until then a report
+        may come that those who call them lost are lost themselves.
+        """
+        out: m.Outgoing = []
+        for index in self._reports.settled_lost & self._reports.sender_of.keys():
+            sender = self._reports.sender_of[index]
+            self.unreachable(sender)
+            out.append((sender, _left_out()))
+        return out
 
     def _objection(self, rejoin: m.Rejoin) -> BpsError | None:
         if rejoin.version != m.VERSION or (self._package and rejoin.package != self._package):
@@ -285,7 +299,8 @@ class JobRebuild:
                                 f"was lost{few if self._min_workers else ''}")
         senders = {index: self._reports.sender_of[index] for index in sorted(told)}
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
-        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead))
+        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead),
+                             self._reports.settled_epoch)
 
     def _find_dead(self, now: float) -> None:
         """Find nodes with ranks that are silent for a lease, and whose data port refuses connections, so that their
@@ -342,3 +357,6 @@ class JobRebuild:
         more = f"; {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         return f"missing {'; '.join(missing[:MOST_NAMED]) or 'nobody'}{more}"
 
+
+def _left_out() -> m.Abort:
+    return m.dropped("the job goes on without this node, which it has lost")

@@ -157,12 +157,17 @@ class SchedulerState:
             return [(sender, m.refusal(_other_job(strangers[0])))]
         if rejoin.version != m.VERSION:
             return [(sender, m.refusal(m.version_mismatch(rejoin.version, "a node")))]
-        if rejoin.index in self.job.roster.lost:
+        if rejoin.index in self.job.roster.lost and not self._may_be_old(rejoin):
             return [(sender, _left_behind())]
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
         out = self._begin(now)
         return out + self._receive(now, sender, rejoin)
+
+    def _may_be_old(self, rejoin: m.Rejoin) -> bool:
+        """Whether the job may go on elsewhere with a node with ranks that is lost here: it is not refused then."""
+        return (self._settings.has_others and bool(self.job.roster.nodes[rejoin.index].ranks)
+                and self.job.is_loss_open(rejoin.settled_epoch))
 
     def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
         """Whether a node of the job has reconnected before it has read its `Welcome`."""
@@ -181,7 +186,8 @@ class SchedulerState:
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint, min_workers=settings.min_workers,
-            lost=[index for index in self.job.roster.lost if index < n_known],
+            # Others may have taken over since, and gone on with nodes that this one has dropped.
+            lost=() if settings.has_others else [index for index in self.job.roster.lost if index < n_known],
             short_s=_SHORT * settings.start_timeout_s if settings.is_replaced else math.inf)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)

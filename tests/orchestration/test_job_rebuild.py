@@ -238,3 +238,45 @@ def test_a_dead_node_does_not_count_while_another_one_may_live():
         rebuilding.receive(float(now), b"2", m.ProbeResult(node=1, outcome="refused"))
         snapshot = rebuilding.snapshot(float(now))
     assert snapshot.lost == {0, 1}
+
+
+def calling_lost(said, lost, **fields):
+    """What a node says that has read of the loss of nodes *lost*, one rank each."""
+    fields = {"epoch": 2, "lost": lost, "lost_ranks": lost, "frozen": True, **fields}
+    return [msgspec.structs.replace(said[0], **fields), *said[1:]]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_a_node_that_a_committed_epoch_is_without_is_not_believed(order):
+    said = reports(5)
+    said[0] = calling_lost(said[0], (2, 3))
+    for index in (1, 2, 3):
+        said[index] = calling_lost(said[index], (0, 4), frozen=False, settled_epoch=2, settled_lost=(0, 4))
+    rebuilding = begin(min_workers=1)
+    told = [each for index in order for each in tell(rebuilding, index, said[index])]
+    assert [sender for sender, _ in told] == [b"0"] and "goes on without this node" in told[0][1].reason
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.lost == {0, 4} and snapshot.lost_ranks == {0, 4} and not snapshot.frozen
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_of_losses_that_exclude_each_other_those_count_with_which_a_majority_goes_on(order):
+    said = reports(5)
+    said[0] = calling_lost(said[0], (2, 3), epoch=3)
+    said[1] = calling_lost(said[1], (0, 4))
+    rebuilding = begin(min_workers=1)
+    assert not [each for index in order for each in tell(rebuilding, index, said[index])], "a report may change it"
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.lost == {0, 4} and snapshot.frozen and b"0" not in snapshot.roster.senders
+
+
+def test_a_loss_that_some_have_not_read_of_is_told_them():
+    said = reports(3)
+    said[0] = calling_lost(said[0], (1,))
+    rebuilding = begin(min_workers=1)
+    for index in (1, 2):
+        tell(rebuilding, index, said[index])
+    assert rebuilding.snapshot(9.0) is None
+    tell(rebuilding, 0, said[0], 9.0)
+    snapshot = rebuilding.snapshot(9.0)
+    assert snapshot.lost == {1} and snapshot.frozen
