@@ -263,8 +263,8 @@ class JobRebuild:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a majority has begun to report."""
-        return may_decide(self._reports.sender_of.keys(), self._reports.voters, self._dead)
+        """Whether a majority has begun to report, without nodes that others call lost, as `snapshot` is."""
+        return may_decide(self._reports.sender_of.keys() - self._reports.lost, self._reports.voters, self._dead)
 
     @property
     def finished(self) -> bool:

@@ -351,6 +351,30 @@ def test_a_scheduler_does_not_refuse_nodes_that_have_gone_on_without_it():
     assert world.committed[-1] == (0, {1, 2, 3})
 
 
+def test_nodes_that_call_each_other_lost_are_no_majority_together():
+    """A scheduler with three of five, one of which has read that the others are lost, can never decide, and says so."""
+    world = World(5, 2)
+    first, _, third, fourth, _ = world.nodes
+    while world.states[0].job.roster.lost != {2, 3}:
+        world.beat([node for node in world.nodes if node not in (third, fourth)])
+        world.tick(1.0)
+    while world.down[first.connection]:
+        world.send_down(first)
+    assert first.log.lost == {2, 3}
+    for each in (first, third, fourth):
+        world.move(each, 1)
+    world.settle([first, third, fourth])
+    world.tick(1.0)
+    beats = [message for node in (first, third, fourth) for message in world.down[node.connection]
+             if isinstance(message, m.Heartbeat)]
+    assert len(beats) == 3 and all(beat.is_short for beat in beats)
+    while not world.states[1].has_given_up:
+        world.beat([first, third, fourth])
+        world.settle([first, third, fourth])
+        world.tick(1.0)
+    assert all(node.is_alive for node in world.nodes), "another scheduler may hear a majority"
+
+
 def test_two_parts_of_a_network():
     """The first node and its scheduler lose the others one by one; these go on under another scheduler."""
     world = World(3, 2)
