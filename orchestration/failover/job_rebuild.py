@@ -44,20 +44,23 @@ class JobRebuild:
         The nodes that are lost for certain, because there was no other scheduler.
     short_s
         How long to go on without a majority; *timeout_s* if that is shorter.
+    short_since
+        When a majority was heard last, if an earlier rebuild has ended without one.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
                  fingerprint: Mapping[str, str] | None = None, min_workers: int = 0,
-                 lost: Collection[int] = (), short_s: float = math.inf) -> None:
+                 lost: Collection[int] = (), short_s: float = math.inf, short_since: float | None = None) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
         self._min_workers = min_workers
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self._short_s = short_s
-        self._short_since = now
+        #: Since when no majority is heard.
+        self.short_since = now if short_since is None else short_since
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
         self._heard = {sender: heard for sender, (_, heard) in (known or {}).items()}
@@ -207,17 +210,16 @@ class JobRebuild:
         if slept_s > self._lease_s / 2:
             self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
             self._began += slept_s
-            self._short_since += slept_s
+            self.short_since += slept_s
             self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
         if now - self._began >= self._timeout_s:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
         is_alive = self.is_alive
-        self._short_since = now if is_alive else self._short_since
-        if now - self._short_since >= self._short_s:
-            self.aborted = StallError(f"this scheduler has not heard a majority of the nodes with ranks for "
-                                      f"{self._short_s:g} s: {self._describe()}")
+        self.short_since = now if is_alive else self.short_since
+        if now - self.short_since >= self._short_s:
+            self.aborted = StallError(f"{no_majority(self._short_s)}: {self._describe()}")
         out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
@@ -356,6 +358,11 @@ class JobRebuild:
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
         more = f"; {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         return f"missing {'; '.join(missing[:MOST_NAMED]) or 'nobody'}{more}"
+
+
+def no_majority(for_s: float) -> str:
+    """Return why a scheduler ends that has heard no majority *for_s*."""
+    return f"this scheduler has not heard a majority of the nodes with ranks for {for_s:g} s"
 
 
 def _left_out() -> m.Abort:

@@ -68,10 +68,10 @@ class Node:
 class World:
     """One job of *n_nodes*, and *n_schedulers* at different addresses; the job starts at the first."""
 
-    def __init__(self, n_nodes: int, n_schedulers: int) -> None:
+    def __init__(self, n_nodes: int, n_schedulers: int, is_replaced: bool = False) -> None:
         self.now = 0.0
-        self.states = [SchedulerState(JobSettings(num_nodes=n_nodes, min_workers=1, has_others=True, name=f"job {i}"),
-                                      0.0) for i in range(n_schedulers)]
+        self.states = [SchedulerState(JobSettings(num_nodes=n_nodes, min_workers=1, has_others=True, name=f"job {i}",
+                                                  is_replaced=is_replaced), 0.0) for i in range(n_schedulers)]
         self.down: dict[bytes, deque[m.Message]] = defaultdict(deque)
         self.nodes = [Node(index) for index in range(n_nodes)]
         self.unnoticed: list[tuple[int, bytes]] = []  # closed connections, of which a scheduler does not know
@@ -411,3 +411,40 @@ def test_a_scheduler_without_a_majority_says_so_and_ends_without_a_last_word():
     world.move(world.nodes[0], 0)
     world.send_up(world.nodes[0])
     assert not world.down[world.nodes[0].connection], "it says nothing more"
+
+
+def test_a_scheduler_that_nodes_visit_in_vain_again_and_again_ends_as_soon_as_one_where_they_stay():
+    """It leaves the job to the next scheduler, and its nodes do not search for longer than `start_timeout_s`."""
+    world = World(3, 2, is_replaced=True)
+    last = world.nodes[2]
+    world.tick(20.0)
+    for visit in range(5):
+        assert not world.states[1].has_given_up
+        world.move(last, 1)
+        for _ in range(4):
+            world.beat(world.nodes)
+            world.settle()
+            world.tick(1.0)
+        world.move(last, 0)
+        (sender,) = [sender for number, sender in world.unnoticed if number == 1]
+        world.unnoticed.clear()
+        world.states[1].unreachable(world.now, sender)
+        for _ in range(3):
+            world.tick(1.0)
+    assert world.states[1].has_given_up and last.is_alive
+
+
+def test_a_scheduler_that_nodes_have_visited_in_vain_takes_another_job():
+    world = World(3, 2, is_replaced=True)
+    state = world.states[1]
+    world.move(world.nodes[2], 1)
+    world.settle()
+    state.unreachable(0.0, world.nodes[2].connection)
+    world.tick(1.0)
+    for index in range(2):
+        state.receive(1.0, b"new %d" % index, join(f"n{index}", pid=index))
+    for now in range(2, 58):
+        for index in range(2):
+            state.receive(float(now), b"new %d" % index, m.Heartbeat(sequence=now))
+        state.tick(float(now))
+    assert not state.has_given_up
