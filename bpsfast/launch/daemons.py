@@ -236,7 +236,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_scheduler(settings: Settings) -> int:
-    """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason."""
+    """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason.
+
+    But SIGTERM leaves a job that can go on elsewhere to the next scheduler: this host may be shut down, or have lost
+    its launcher. A launcher that ends the job signals all processes.
+    """
     from ..orchestration.failover.scheduler import Scheduler
     from ..orchestration.host_lookup import resolve
     from ..orchestration.job.admission import JobSettings
@@ -266,7 +270,8 @@ def run_scheduler(settings: Settings) -> int:
                           bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
+        signal.signal(number, lambda number, frame: scheduler.stop(
+            f"the scheduler got {signal.Signals(number).name}", is_host_ending=number == signal.SIGTERM))
     code, aborted = scheduler.run(), scheduler.aborted
     if scheduler.has_given_up:
         return LEFT_BEHIND

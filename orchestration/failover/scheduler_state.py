@@ -31,7 +31,7 @@ class SchedulerState:
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
-        #: Whether it ends because too few nodes are heard. They are not told: another scheduler may hear a majority.
+        #: Whether it ends without a word to the nodes, so that another scheduler goes on with them.
         self.has_given_up = False
         self._settings = settings
         self._short_s = settings.start_timeout_s * (
@@ -146,6 +146,16 @@ class SchedulerState:
     def pulse(self, sender: bytes, at: float | None) -> None:
         """Note when the last byte of *sender*'s connection came; None: not known."""
         self.job.pulse(sender, at)
+
+    def leave(self, error: BpsError) -> bool:
+        """Leave the job to the next scheduler, because of *error*, without a word to the nodes. Return False if none
+        would take over: its nodes still gather, or it ends with any loss of a rank, as of those on this host.
+        """
+        is_running = self.job.admitted or self._rebuilding is not None
+        if self.over or not (self._settings.is_replaced and self._settings.min_workers and is_running):
+            return False
+        self._give_up(error)
+        return True
 
     def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> m.Outgoing:
         """End the job with *error* on all nodes except *but*."""

@@ -418,7 +418,7 @@ def test_a_scheduler_that_nodes_visit_in_vain_again_and_again_ends_as_soon_as_on
     world = World(3, 2, is_replaced=True)
     last = world.nodes[2]
     world.tick(20.0)
-    for visit in range(5):
+    for _ in range(5):
         assert not world.states[1].has_given_up
         world.move(last, 1)
         for _ in range(4):
