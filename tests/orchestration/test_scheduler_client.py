@@ -427,8 +427,9 @@ def test_a_scheduler_without_a_majority_is_left_for_the_next(fake, another, list
     greeted(fake, listed, 0.0)
     fake.say(m.Heartbeat(sequence=2, is_short=True))
     assert receive(listed, 1.0) == []
-    (left,) = pass_time(listed, 1.0, 7.5)
-    assert 4.0 <= left <= 7.25 and listed._connected_to == ("127.0.0.1", another.port)
+    assert pass_time(listed, 1.0, 3.75) == []
+    left = next(now for now in (4.0 + i / 4 for i in range(14)) if listed.tick(now))
+    assert left <= 7.25 and listed._connected_to == ("127.0.0.1", another.port)
 
 
 def test_a_scheduler_that_hears_a_majority_meanwhile_is_not_left(fake, another, listed):
