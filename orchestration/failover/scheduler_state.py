@@ -134,8 +134,7 @@ class SchedulerState:
         if self._rebuilding is not None:
             return out + self._rebuilding.tick(now) + self._rebuilt(now)
         if self._short_since is not None and now - self._short_since >= self._short_s:
-            self._give_up(StallError(no_majority(self._short_s)))
-            return []
+            return self._give_up(StallError(no_majority(self._short_s)))
         out += self.job.tick(now)
         return out + self._begin(now) if self.job.has_no_majority else out
 
@@ -154,7 +153,7 @@ class SchedulerState:
         is_running = self.job.admitted or self._rebuilding is not None
         if self.over or not (self._settings.is_replaced and self._settings.min_workers and is_running):
             return False
-        self._give_up(error)
+        assert not self._give_up(error), "is replaced"
         return True
 
     def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> m.Outgoing:
@@ -237,8 +236,7 @@ class SchedulerState:
             if another is not None:
                 return self._gather(now, m.refusal(exc))
             if self._settings.has_others and isinstance(exc, StallError) and not rebuilding.is_alive:
-                self._give_up(exc)
-                return []
+                return self._give_up(exc)
             return self.abort(exc)
         if snapshot is None:
             if another is None or rebuilding.is_alive:
@@ -255,10 +253,11 @@ class SchedulerState:
             out += self.job.receive(now, sender, join)
         return out
 
-    def _give_up(self, error: BpsError) -> None:
-        """Leave the job to another scheduler because of *error*; no node is told."""
-        self.has_given_up = True
-        self.abort(error)
+    def _give_up(self, error: BpsError) -> m.Outgoing:
+        """Leave the job to another scheduler because of *error*: no node is told, unless this one is the last."""
+        told = self.abort(error)
+        self.has_given_up = not self._settings.is_last
+        return [] if self.has_given_up else told
 
     def _gather(self, now: float, last_word: m.Message | None) -> m.Outgoing:
         """Gather a new job of the nodes that have joined; send *last_word* to those of the earlier one."""

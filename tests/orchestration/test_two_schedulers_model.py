@@ -448,3 +448,20 @@ def test_a_scheduler_that_nodes_have_visited_in_vain_takes_another_job():
             state.receive(float(now), b"new %d" % index, m.Heartbeat(sequence=now))
         state.tick(float(now))
     assert not state.has_given_up
+
+
+def test_the_last_scheduler_tells_its_nodes_why_it_ends():
+    """No other one is started after it."""
+    world = World(3, 2)
+    last = world.nodes[2]
+    world.states[1] = SchedulerState(JobSettings(num_nodes=3, min_workers=1, has_others=True, is_last=True), 0.0)
+    world.move(last, 1)
+    for _ in range(59):
+        world.beat(world.nodes)
+        world.settle()
+        world.tick(1.0)
+    assert world.states[1].job.aborted is None
+    world.tick(1.0)
+    (told,) = [message for message in world.down[last.connection] if isinstance(message, m.Abort)]
+    assert told.error == "StallError" and "has not heard a majority of the nodes with ranks for 60 s" in told.reason
+    assert not world.states[1].has_given_up
