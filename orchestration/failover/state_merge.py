@@ -67,6 +67,7 @@ class NodeReports:
         self._with_ranks: set[int] = set()
         self._certainly_lost = frozenset(lost)
         self._settled_epoch, self._settled_lost = 0, frozenset[int]()  # of the last epoch that a node has committed
+        self._voters = frozenset[int]()
         #: By epoch and the nodes called lost in it, which nodes report that.
         self._losses: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         self._lost: frozenset[int] | None = None  # as `lost`, until it has to be found anew
@@ -134,6 +135,7 @@ class NodeReports:
         self._add_nodes(rejoin.nodes)
         if report.ranks and rejoin.settled_epoch > self._settled_epoch:
             self._settled_epoch, self._settled_lost = rejoin.settled_epoch, frozenset(rejoin.settled_lost)
+            self._voters = frozenset(self._with_ranks - self._settled_lost)
         if rejoin.joining:
             self._joining[report.index] = rejoin.joining
         self.nodes_left.update(rejoin.nodes_left)
@@ -149,6 +151,8 @@ class NodeReports:
             self.nodes = nodes
             self._lost = None
             self._with_ranks = {node.index for node in nodes if node.ranks}
+            if self._settled_epoch:
+                self._voters = frozenset(self._with_ranks - self._settled_lost)
             self._index_of = {process_of(node): node.index for node in nodes}
 
     def _apply(self, report: NodeReport, message: m.Message) -> None:
@@ -222,7 +226,7 @@ class NodeReports:
         Only nodes with ranks are asked, because a helper that came late may have been told of losses that were not
         committed.
         """
-        return frozenset(self._with_ranks - self._settled_lost if self._settled_epoch else ())
+        return self._voters
 
     @property
     def lost_ranks(self) -> set[int]:
@@ -279,6 +283,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     names = {member.name for unit in units for member in unit.members}
     retired_of = {id(each): tuple(number for number in each if number not in numbers) for each in units_of.values()}
     rates, unmeasured = _rates(nodes, rejoins, absent)
+    has_rates = not unmeasured and any(node.probes for node in nodes)
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
     for index, report in reports.items():
@@ -295,7 +300,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
                 said.append(m.Retired(units=tuple(over)))
         # a node that missed newcomers would number the next one wrongly
         said.append(m.Resume(missed=tuple(nodes[len(report.rejoin.nodes):]) if report.ranks else ()))
-        if not report.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
+        if has_rates and not report.rejoin.rates:
             said.append(m.Rates(nic_rate_bytes=tuple(rates)))
         if report.rejoin.barrier < barrier:
             said.append(m.BarrierDone(sequence=barrier))

@@ -10,6 +10,7 @@ from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.job_rebuild import JobRebuild
+from bpsfast.orchestration.failover.state_merge import NodeReport, NodeReports
 from tests.support.job_table import Table, join
 
 SETTINGS = {"transport": "tcp"}
@@ -238,6 +239,24 @@ def test_a_dead_node_does_not_count_while_another_one_may_live():
         rebuilding.receive(float(now), b"2", m.ProbeResult(node=1, outcome="refused"))
         snapshot = rebuilding.snapshot(float(now))
     assert snapshot.lost == {0, 1}
+
+
+def test_who_must_report_is_found_anew_only_if_a_later_epoch_is_reported():
+    """It is asked with each message: thousands of nodes report, and most know the same epoch."""
+    said = reports(3)
+    told = NodeReports()
+    assert not told.voters
+    told.begin(b"0", NodeReport(said[0][0]))
+    first = told.voters
+    assert first == {0, 1, 2}
+    told.begin(b"1", NodeReport(said[1][0]))
+    assert told.voters is first
+    told.begin(b"2", NodeReport(msgspec.structs.replace(said[2][0], settled_epoch=2, settled_lost=(0,))))
+    second = told.voters
+    assert second == {1, 2}
+    told.drop(b"2")
+    told.begin(b"0", NodeReport(said[0][0]))
+    assert told.voters is second, "that epoch was committed, whoever still says so"
 
 
 def calling_lost(said, lost, **fields):
