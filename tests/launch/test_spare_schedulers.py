@@ -9,7 +9,7 @@ import pytest
 from bpsfast.base import process_identity
 from bpsfast.base.exit_codes import LEFT_BEHIND, LOST_HOST, TIMEOUT
 from bpsfast.base.settings import Settings
-from bpsfast.launch import daemons, local_job
+from bpsfast.launch import daemons, local_job, ssh_job
 from bpsfast.launch.processes import Command, Kind, LocalProcesses
 from bpsfast.launch.supervisor import Limits, SpareScheduler
 from tests.launch.test_lost_hosts import LosableHost
@@ -129,6 +129,18 @@ def test_each_scheduler_knows_whether_the_launcher_starts_another_one(n_addresse
     monkeypatch.delenv(process_identity.LAUNCHER_VARIABLE)
     by_hand = {name for name, value in daemons._others(n_addresses, number).items() if value}
     assert by_hand == true & {"has_others"}
+
+
+@pytest.mark.parametrize(("values", "is_late"), [
+    ({}, False), ({"start_timeout_s": 39.0}, True), ({"start_timeout_s": 40.0}, False),
+    ({"start_timeout_s": 32.0, "lease_s": 2.0}, False), ({"start_timeout_s": 5.0, "on_worker_loss": "abort"}, False)],
+    ids=str)
+def test_a_launcher_that_would_notice_too_late_says_so(values, is_late):
+    said = ssh_job.late_takeover(Settings(**{"on_worker_loss": "continue", **values}))
+    assert bool(said) == is_late
+    if is_late:
+        assert "the launcher notices that after 30 s" in said
+        assert said.endswith("Set it to 40 (with lease_s = 10) or more")
 
 
 def test_each_scheduler_of_a_job_knows_its_own_address():
