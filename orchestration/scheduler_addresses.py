@@ -23,6 +23,7 @@ class _Entry:
 class SchedulerAddresses:
     """Chooses one of *addresses* to dial, and the next one in turn. Owner thread only; *now* is a monotonic clock.
 
+    The first one comes first, though its name may be resolved later than others, until `keep` is called.
     A thread looks up each name, again and again while `look_up` is called; until the resolver answers, its last answer
     counts. `str` gives the list.
     """
@@ -30,6 +31,8 @@ class SchedulerAddresses:
     def __init__(self, addresses: Sequence[tuple[str, int]], now: float) -> None:
         self._entries = [_Entry(host, port, now) for host, port in addresses]
         self._chosen: tuple[_Entry, str] | None = None
+        #: Whether the first address of the list is to be chosen as soon as it is known.
+        self.awaits_first = True
 
     def __str__(self) -> str:
         return ", ".join(format_address(entry.host, entry.port) for entry in self._entries)
@@ -45,11 +48,23 @@ class SchedulerAddresses:
 
     def choose(self) -> tuple[str, int] | None:
         """Return the IP address and port to dial; None while no name is resolved."""
+        first = self._entries[0]
+        if self.awaits_first and first.found:
+            self.awaits_first, self._chosen = False, (first, first.found[0])
         if self._chosen not in self._all:
             # A name has other addresses now: those are tried first.
             same = [each for each in self._all if self._chosen is not None and each[0] is self._chosen[0]]
             self._chosen = next(iter([*same, *self._all]), None)
         return None if self._chosen is None else (self._chosen[1], self._chosen[0].port)
+
+    def keep(self) -> None:
+        """Note that a scheduler answers at the chosen address: the first one need not be tried before."""
+        self.awaits_first = False
+
+    @property
+    def is_at_first(self) -> bool:
+        """Whether the chosen address is one of the first of the list."""
+        return self._chosen is not None and self._chosen[0] is self._entries[0]
 
     def advance(self) -> None:
         """Choose the next address, after the last one the first."""

@@ -55,7 +55,8 @@ class SchedulerClient:
     how far it is ahead of ours.
 
     *further*: the other addresses at which the scheduler may be; and a name may have several. While none answers, they
-    are tried in turn, first the present one again: at most one connection is open at a time. One that answers and hears
+    are tried in turn, first the present one again: at most one connection is open at a time. At the start the first
+    address is tried first, though its name may be resolved later than that of others. One that answers and hears
     no majority of the nodes (`Heartbeat.is_short`) is left for the next one after a while.
     """
 
@@ -72,6 +73,7 @@ class SchedulerClient:
         self._started = self._last_tick = now
         self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # so that short jobs have a trace, too
         self._n_heartbeats = 0
+        self._n_first = 0  # which connection was the first one to the first address
         self._process, self._n_dialled = f"{os.getpid()}-{secrets.token_hex(12)}", 0
         self._asks_time = asks_time
         self.clock = ClockOffset()
@@ -90,7 +92,7 @@ class SchedulerClient:
     def _dial(self, now: float) -> None:
         """Begin a connection; messages are sent once it is established."""
         self._addresses.look_up(now)
-        if self._addresses.choose() is None:
+        if self._addresses.choose() is None or (self._n_dialled == 0 and self._addresses.awaits_first):
             self._addresses.take_answers(_RESOLVE_S)
         self._heard: float | None = None  # over this connection
         self._dialled = now
@@ -119,6 +121,8 @@ class SchedulerClient:
         self._connected_to = self._addresses.choose()
         if self._connected_to is None:
             return
+        if self._addresses.is_at_first:
+            self._n_first = self._n_first or self._n_dialled
         host, port = self._connected_to
         if ":" in host:
             self._socket.ipv6 = True
@@ -164,6 +168,7 @@ class SchedulerClient:
             except zmq.Again:
                 return received
             self._heard, self._was_heard, self._lost = now, True, None
+            self._addresses.keep()
             message = m.decode(data, "scheduler")
             self._ended = self._ended or isinstance(message, m.Finish | m.Abort | m.Refuse)
             self._note_lead(now, message)
@@ -264,7 +269,7 @@ class SchedulerClient:
         """How long a connection may take to bring the first message."""
         if not self._addresses.are_several:
             return self._lease_s * _IMPATIENCE if self._was_heard else math.inf
-        if not self._was_heard and self._n_dialled == 1:
+        if not self._was_heard and self._n_dialled == (self._n_first if self._connected_to is not None else 1):
             return self._lease_s  # the job starts at the first address, perhaps later than this node
         if self._secure:
             return self._lease_s * _PATIENCE  # its process lives, and sends heartbeats

@@ -236,7 +236,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_scheduler(settings: Settings) -> int:
-    """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason."""
+    """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason.
+
+    But SIGTERM leaves a job that can go on elsewhere to the next scheduler: this host may be shut down, or have lost
+    its launcher. A launcher that ends the job signals all processes.
+    """
     from ..orchestration.failover.scheduler import Scheduler
     from ..orchestration.host_lookup import resolve
     from ..orchestration.job.admission import JobSettings
@@ -248,7 +252,8 @@ def run_scheduler(settings: Settings) -> int:
     if not settings.scheduler:
         raise ConfigError("the scheduler must know where to listen: set BPSFAST_SCHEDULER (--scheduler host:port)")
     addresses = parse_addresses(settings.scheduler)
-    host, port = addresses[own_address(settings)]
+    number = own_address(settings)
+    host, port = addresses[number]
     logs.configure(settings.log_level, "scheduler")
     take_job_key()
     allow_all_descriptors()
@@ -260,17 +265,28 @@ def run_scheduler(settings: Settings) -> int:
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
         awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
         min_workers=settings.min_workers if settings.on_worker_loss == "continue" else 0,
-        has_others=len(addresses) > 1,
-        is_replaced=len(addresses) > 1 and process_identity.is_below_launcher())
+        **_others(len(addresses), number))
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
+        signal.signal(number, lambda number, frame: scheduler.stop(
+            f"the scheduler got {signal.Signals(number).name}", is_host_ending=number == signal.SIGTERM))
     code, aborted = scheduler.run(), scheduler.aborted
     if scheduler.has_given_up:
         return LEFT_BEHIND
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
+
+
+def _others(n_addresses: int, number: int) -> dict[str, bool]:
+    """Return the fields of `JobSettings` about other schedulers, for the one at address *number* of the list.
+
+    A launcher starts them in this order.
+    """
+    is_one_of_launcher = n_addresses > 1 and process_identity.is_below_launcher()
+    is_last = number == n_addresses - 1
+    return {"has_others": n_addresses > 1, "is_replaced": is_one_of_launcher and not is_last,
+            "is_last": is_one_of_launcher and is_last}
 
 
 def own_address(settings: Settings) -> int:

@@ -23,7 +23,7 @@ from .daemons import clean_environment
 from .host_list import Host
 from .output import Output
 from .processes import Command
-from .remote_hosts import RemoteHosts
+from .remote_hosts import SILENCE_S, RemoteHosts
 from .ssh import Ssh
 from .supervisor import Limits, SpareScheduler, Supervisor
 
@@ -61,6 +61,8 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
         remote.connect()
         scheduler = remote.scheduler_address(plan.scheduler_host)
         spare_hosts = [] if is_loopback(scheduler[0]) else remote.spare_addresses()
+        if spare_hosts and (warning := late_takeover(settings)):
+            output.say(warning)
         commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
                              remote.master_port(), [address for _, address in spare_hosts])
         hosts = [remote.hosts[number_of(command)] for command in commands]
@@ -68,6 +70,19 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
                   for index, (host, address) in enumerate(spare_hosts, 1)]
         return Supervisor(commands, limits=limits, output=output, hosts=hosts, restarts=restarts,
                           min_workers=local_job.fewest_workers(settings), spares=spares).run()
+
+
+def late_takeover(settings: Settings) -> str:
+    """Return a warning if no scheduler can take over in time when the first host falls silent; "" if one can, or if the
+    job ends with the host anyway.
+    """
+    needed_s = SILENCE_S + settings.lease_s
+    if local_job.fewest_workers(settings) is None or settings.start_timeout_s >= needed_s:
+        return ""
+    timeout_s = f"{settings.start_timeout_s:g}"
+    return (f"start_timeout_s = {timeout_s} is too short for a job that is to go on when its first host falls silent: "
+            f"the launcher notices that after {SILENCE_S:g} s, and nodes end {timeout_s} s after they have heard the "
+            f"scheduler. Set it to {needed_s:g} (with lease_s = {settings.lease_s:g}) or more")
 
 
 def planned(plan: SshPlan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:

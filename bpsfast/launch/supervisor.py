@@ -25,7 +25,7 @@ import msgspec
 
 from ..base import logs
 from ..base.end_reports import EndTiming
-from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
+from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK, TIMEOUT
 from ..orchestration.roster import is_majority
 from .elastic_service import KillWorker, StopJob, WorkerPool, is_own_failure, member_of
 from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
@@ -535,6 +535,8 @@ class Supervisor:
         code = FAILED if self._has_no_next_job else OK
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
+            if cause.command.name == self._scheduler_name and code == LEFT_BEHIND:
+                code = TIMEOUT  # it has left the job to the next one, and no host was left for that
             err = self._errors[cause]
             self._output.say_cause(f"{cause.command.name} failed first: it {cause.end_in_words()}",
                                    traceback_of(err.tail), err)

@@ -77,6 +77,11 @@ class ControlLog:
         """The nodes that the job goes on without."""
         return set(self._lost)
 
+    @property
+    def settled(self) -> tuple[int, tuple[int, ...]]:
+        """The last committed epoch, and the nodes lost by then."""
+        return self._settled
+
     def heard(self, message: m.Message) -> None:
         """Record a message of the scheduler, before it is acted on."""
         match message:

@@ -41,23 +41,26 @@ class JobRebuild:
     min_workers
         As in `JobSettings`: with how few ranks the job goes on, if others are lost meanwhile.
     lost
-        The nodes that were lost before.
+        The nodes that are lost for certain, because there was no other scheduler.
     short_s
         How long to go on without a majority; *timeout_s* if that is shorter.
+    short_since
+        When a majority was heard last, if an earlier rebuild has ended without one.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
                  recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
                  nodes: Sequence[m.NodeInfo] = (), job: str = "",
                  fingerprint: Mapping[str, str] | None = None, min_workers: int = 0,
-                 lost: Collection[int] = (), short_s: float = math.inf) -> None:
+                 lost: Collection[int] = (), short_s: float = math.inf, short_since: float | None = None) -> None:
         self.recall = recall
         self.aborted: BpsError | None = None
         self._package, self._fingerprint = package, fingerprint
         self._min_workers = min_workers
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self._short_s = short_s
-        self._short_since = now
+        #: Since when no majority is heard.
+        self.short_since = now if short_since is None else short_since
         self._began = self._last_tick = self._next_heartbeat = now
         self._n_heartbeats = 0
         self._heard = {sender: heard for sender, (_, heard) in (known or {}).items()}
@@ -146,14 +149,28 @@ class JobRebuild:
             self._first = rejoin
         if self._fingerprint is None:
             self._fingerprint = rejoin.settings
-        if rejoin.index in self._reports.lost:
-            return [(sender, m.dropped("the job goes on without this node, which it has lost"))]
+        if rejoin.index in self._reports.settled_lost:
+            return [(sender, _left_out())]
         self._heard[sender] = now
+        settled_epoch = self._reports.settled_epoch
         if rejoin.nodes == self._nodes:  # kept once: a thousand nodes know a thousand each
             rejoin = msgspec.structs.replace(rejoin, nodes=self._nodes)
         self._reports.begin(sender, NodeReport(rejoin))
         self._match()
-        return []
+        return self._drop_settled() if self._reports.settled_epoch > settled_epoch else []
+
+    def _drop_settled(self) -> m.Outgoing:
+        """Drop the nodes that an epoch is without which another node has committed, and what they have said of others.
+
+        Nodes that are lost in an epoch that may not be committed are told when the job is rebuilt: until then a report
+        may come that those who call them lost are lost themselves.
+        """
+        out: m.Outgoing = []
+        for index in self._reports.settled_lost & self._reports.sender_of.keys():
+            sender = self._reports.sender_of[index]
+            self.unreachable(sender)
+            out.append((sender, _left_out()))
+        return out
 
     def _objection(self, rejoin: m.Rejoin) -> BpsError | None:
         if rejoin.version != m.VERSION or (self._package and rejoin.package != self._package):
@@ -193,17 +210,16 @@ class JobRebuild:
         if slept_s > self._lease_s / 2:
             self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
             self._began += slept_s
-            self._short_since += slept_s
+            self.short_since += slept_s
             self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
         if now - self._began >= self._timeout_s:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
         is_alive = self.is_alive
-        self._short_since = now if is_alive else self._short_since
-        if now - self._short_since >= self._short_s:
-            self.aborted = StallError(f"this scheduler has not heard a majority of the nodes with ranks for "
-                                      f"{self._short_s:g} s: {self._describe()}")
+        self.short_since = now if is_alive else self.short_since
+        if now - self.short_since >= self._short_s:
+            self.aborted = StallError(f"{no_majority(self._short_s)}: {self._describe()}")
         out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
@@ -249,8 +265,8 @@ class JobRebuild:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a majority has begun to report."""
-        return may_decide(self._reports.sender_of.keys(), self._reports.voters, self._dead)
+        """Whether a majority has begun to report, without nodes that others call lost, as `snapshot` is."""
+        return may_decide(self._reports.sender_of.keys() - self._reports.lost, self._reports.voters, self._dead)
 
     @property
     def finished(self) -> bool:
@@ -285,7 +301,8 @@ class JobRebuild:
                                 f"was lost{few if self._min_workers else ''}")
         senders = {index: self._reports.sender_of[index] for index in sorted(told)}
         reports = {index: self._reports.by_sender[sender] for index, sender in senders.items()}
-        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead))
+        return merge_reports(nodes, reports, senders, lost, sorted(missing), voters, frozenset(self._dead),
+                             self._reports.settled_epoch)
 
     def _find_dead(self, now: float) -> None:
         """Find nodes with ranks that are silent for a lease, and whose data port refuses connections, so that their
@@ -342,3 +359,11 @@ class JobRebuild:
         more = f"; {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         return f"missing {'; '.join(missing[:MOST_NAMED]) or 'nobody'}{more}"
 
+
+def no_majority(for_s: float) -> str:
+    """Return why a scheduler ends that has heard no majority *for_s*."""
+    return f"this scheduler has not heard a majority of the nodes with ranks for {for_s:g} s"
+
+
+def _left_out() -> m.Abort:
+    return m.dropped("the job goes on without this node, which it has lost")

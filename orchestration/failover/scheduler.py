@@ -71,6 +71,7 @@ class Scheduler:
         self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
+        self._is_host_ending = False
         self._is_abort_told = False
         self._n_unreadable = 0
         self._client_key = curve_pair(key, "node")[0]
@@ -162,7 +163,7 @@ class Scheduler:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether it hears too few nodes, and another scheduler may hear them: the job may go on without this one."""
+        """Whether the job may go on under another scheduler: this one hears too few nodes, or its host ends."""
         return self._state.has_given_up
 
     @property
@@ -170,8 +171,13 @@ class Scheduler:
         """The name of the job, "" before its nodes know it; after a restart it is the name from before."""
         return self._state.job.name if self._state.job.admitted else ""
 
-    def stop(self, reason: str = "the scheduler was stopped") -> None:
-        """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
+    def stop(self, reason: str = "the scheduler was stopped", *, is_host_ending: bool = False) -> None:
+        """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too.
+
+        *is_host_ending*: maybe only this host ends: if another scheduler can take over (`SchedulerState.leave`), the
+        nodes are told nothing, and look for that one.
+        """
+        self._is_host_ending = is_host_ending
         self._stop_reason = reason
         if not self._context.closed:
             self._wake.ring()
@@ -204,7 +210,9 @@ class Scheduler:
             self._handshake_limiter.update()  # else connections with unread messages might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
-            self._send(self._state.abort(ClosedError(self._stop_reason)))
+            error = ClosedError(self._stop_reason)
+            if not (self._is_host_ending and self._state.leave(error)):
+                self._send(self._state.abort(error))
         now = time.monotonic()
         for sender in self._state.quiet(now):
             silence_s = self._pulses.silence_s(sender)

@@ -19,7 +19,7 @@ from ..errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from ..long_lists import LongLists
-from .job_rebuild import JobRebuild
+from .job_rebuild import JobRebuild, no_majority
 
 #: Share of `start_timeout_s` after which a scheduler that hears no majority leaves the job to the next one, which its
 #: launcher starts then: the nodes look for it for the rest of that time.
@@ -31,9 +31,14 @@ class SchedulerState:
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
-        #: Whether it ends because too few nodes are heard. They are not told: another scheduler may hear a majority.
+        #: Whether it ends without a word to the nodes, so that another scheduler goes on with them.
         self.has_given_up = False
         self._settings = settings
+        self._short_s = settings.start_timeout_s * (
+            _SHORT if settings.is_replaced else 1.0 if settings.has_others else math.inf)
+        #: Since when the nodes of a job that come and go here are no majority; None: none have come, or they were one.
+        self._short_since: float | None = None
+        self._last_tick = now
         self._rebuilding: JobRebuild | None = None
         self._n_recalls = 0
         self._latest: dict[bytes, bytes] = {}  # the last connection by process
@@ -88,6 +93,8 @@ class SchedulerState:
             return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
         if isinstance(message, m.Rejoin):
             return self._rejoin(now, sender, message)
+        if isinstance(message, m.Join) and message.ranks:
+            self._short_since = None  # another job gathers
         if isinstance(message, m.Join) and self._is_cut_off(sender, message):
             return self._begin(now) + self._receive(now, sender, message)
         return self.job.receive(now, sender, message)
@@ -116,13 +123,18 @@ class SchedulerState:
 
     def tick(self, now: float) -> m.Outgoing:
         """Decide what follows from the time. Call it several times a heartbeat."""
+        slept_s, self._last_tick = now - self._last_tick, now
         if self.over:
             return []
+        if self._short_since is not None and slept_s > self._settings.lease_s / 2:  # this process was stopped
+            self._short_since += slept_s
         out = [each for sender in self._lists.senders if not self._knows(sender)
                for each in self._lists.forget(now, sender)]
         out += self._lists.tick(now)
         if self._rebuilding is not None:
             return out + self._rebuilding.tick(now) + self._rebuilt(now)
+        if self._short_since is not None and now - self._short_since >= self._short_s:
+            return self._give_up(StallError(no_majority(self._short_s)))
         out += self.job.tick(now)
         return out + self._begin(now) if self.job.has_no_majority else out
 
@@ -133,6 +145,16 @@ class SchedulerState:
     def pulse(self, sender: bytes, at: float | None) -> None:
         """Note when the last byte of *sender*'s connection came; None: not known."""
         self.job.pulse(sender, at)
+
+    def leave(self, error: BpsError) -> bool:
+        """Leave the job to the next scheduler, because of *error*, without a word to the nodes. Return False if none
+        would take over: its nodes still gather, or it ends with any loss of a rank, as of those on this host.
+        """
+        is_running = self.job.admitted or self._rebuilding is not None
+        if self.over or not (self._settings.is_replaced and self._settings.min_workers and is_running):
+            return False
+        assert not self._give_up(error), "is replaced"
+        return True
 
     def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> m.Outgoing:
         """End the job with *error* on all nodes except *but*."""
@@ -157,12 +179,17 @@ class SchedulerState:
             return [(sender, m.refusal(_other_job(strangers[0])))]
         if rejoin.version != m.VERSION:
             return [(sender, m.refusal(m.version_mismatch(rejoin.version, "a node")))]
-        if rejoin.index in self.job.roster.lost:
+        if rejoin.index in self.job.roster.lost and not self._may_be_old(rejoin):
             return [(sender, _left_behind())]
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
         out = self._begin(now)
         return out + self._receive(now, sender, rejoin)
+
+    def _may_be_old(self, rejoin: m.Rejoin) -> bool:
+        """Whether the job may go on elsewhere with a node with ranks that is lost here: it is not refused then."""
+        return (self._settings.has_others and bool(self.job.roster.nodes[rejoin.index].ranks)
+                and self.job.is_loss_open(rejoin.settled_epoch))
 
     def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
         """Whether a node of the job has reconnected before it has read its `Welcome`."""
@@ -181,8 +208,9 @@ class SchedulerState:
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
             nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint, min_workers=settings.min_workers,
-            lost=[index for index in self.job.roster.lost if index < n_known],
-            short_s=_SHORT * settings.start_timeout_s if settings.is_replaced else math.inf)
+            # Others may have taken over since, and gone on with nodes that this one has dropped.
+            lost=() if settings.has_others else [index for index in self.job.roster.lost if index < n_known],
+            short_s=self._short_s, short_since=self._short_since)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),
@@ -207,15 +235,14 @@ class SchedulerState:
         except BpsError as exc:
             if another is not None:
                 return self._gather(now, m.refusal(exc))
-            self.has_given_up = (self._settings.has_others and isinstance(exc, StallError)
-                                 and not rebuilding.is_alive)
-            told = self.abort(exc)
-            return [] if self.has_given_up else told
+            if self._settings.has_others and isinstance(exc, StallError) and not rebuilding.is_alive:
+                return self._give_up(exc)
+            return self.abort(exc)
         if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []
             return self._gather(now, m.refusal(_other_job(another)))
-        self._rebuilding = None
+        self._rebuilding = self._short_since = None
         self._lists.forget_lists(m.CommittedUnits)
         newcomers = rebuilding.newcomers
         known = {*snapshot.roster.senders, *(sender for sender, _ in newcomers)}
@@ -226,10 +253,19 @@ class SchedulerState:
             out += self.job.receive(now, sender, join)
         return out
 
+    def _give_up(self, error: BpsError) -> m.Outgoing:
+        """Leave the job to another scheduler because of *error*: no node is told, unless this one is the last."""
+        told = self.abort(error)
+        self.has_given_up = not self._settings.is_last
+        return [] if self.has_given_up else told
+
     def _gather(self, now: float, last_word: m.Message | None) -> m.Outgoing:
         """Gather a new job of the nodes that have joined; send *last_word* to those of the earlier one."""
         rebuilding, self._rebuilding = self._rebuilding, None
         assert rebuilding is not None
+        # Nodes that look for a majority come, and leave soon: all that time there was none.
+        is_another = rebuilding.another is not None
+        self._short_since = None if is_another or rebuilding.is_alive else rebuilding.short_since
         self.job = Job(self._settings, now)
         out: m.Outgoing = [(sender, last_word) for sender in rebuilding.reporting] if last_word is not None else []
         for sender, join in rebuilding.newcomers:

@@ -15,7 +15,7 @@ from ..errors import ProtocolError, error_of
 from ..job.admission import process_of
 from ..job.recovery import JobSnapshot
 from ..priority.send_queue import rank_parts
-from ..roster import Roster, describe_node, number_of
+from ..roster import Roster, describe_node, is_majority, number_of
 
 
 @dataclass
@@ -46,7 +46,8 @@ class NodeReport:
 
 
 class NodeReports:
-    """One report of each node, by its connection. *nodes*: all that are known before the first report, *lost* ones too.
+    """One report of each node, by its connection. *nodes*: all that are known before the first report; of these are
+    *lost* for certain.
 
     Thousands of nodes may report at once, so what follows from all of them is updated with each message, without a
     loop.
@@ -64,8 +65,13 @@ class NodeReports:
         #: All nodes that any node knows: helpers are not told of others that come late.
         self.nodes: tuple[m.NodeInfo, ...] = ()
         self._with_ranks: set[int] = set()
-        self.lost: set[int] = set(lost)
-        self.joining: set[int] = set()
+        self._certainly_lost = frozenset(lost)
+        self._settled_epoch, self._settled_lost = 0, frozenset[int]()  # of the last epoch that a node has committed
+        self._voters = frozenset[int]()
+        #: By epoch and the nodes called lost in it, which nodes report that.
+        self._losses: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+        self._lost: frozenset[int] | None = None  # as `lost`, until it has to be found anew
+        self._joining: dict[int, tuple[int, ...]] = {}  # by the node that reports it, if it is any
         self.nodes_left: set[int] = set()
         #: Helpers that a node with ranks calls lost.
         self.called_lost: set[int] = set()
@@ -83,18 +89,24 @@ class NodeReports:
                 self.drop(other)
         self.by_sender[sender] = report
         self.sender_of[report.index] = sender
+        self._losses.setdefault((report.rejoin.epoch, report.rejoin.lost), set()).add(report.index)
+        self._lost = None
         self._count(report)
 
     def drop(self, sender: bytes) -> None:
-        """Forget *sender*, but not what it has reported of others, which stays true except for nodes still to come."""
+        """Forget *sender*, but not which epoch it has committed, nor who has left."""
         report = self.by_sender.pop(sender, None)
         if report is None:
             return
         del self.sender_of[report.index]
         self.complete.discard(report.index)
         self._late.discard(report.index)
-        if report.rejoin.joining:
-            self.joining = {index for each in self.by_sender.values() for index in each.rejoin.joining}
+        self._joining.pop(report.index, None)
+        self._lost = None
+        said = report.rejoin.epoch, report.rejoin.lost
+        self._losses[said].discard(report.index)
+        if not self._losses[said]:
+            del self._losses[said]
 
     def enter(self, report: NodeReport, message: m.Message) -> None:
         """Add *message* to *report*."""
@@ -121,8 +133,11 @@ class NodeReports:
     def _count(self, report: NodeReport) -> None:
         rejoin = report.rejoin
         self._add_nodes(rejoin.nodes)
-        self.lost.update(rejoin.lost)
-        self.joining.update(rejoin.joining)
+        if report.ranks and rejoin.settled_epoch > self._settled_epoch:
+            self._settled_epoch, self._settled_lost = rejoin.settled_epoch, frozenset(rejoin.settled_lost)
+            self._voters = frozenset(self._with_ranks - self._settled_lost)
+        if rejoin.joining:
+            self._joining[report.index] = rejoin.joining
         self.nodes_left.update(rejoin.nodes_left)
         if rejoin.is_late:
             self._late.add(report.index)
@@ -134,7 +149,10 @@ class NodeReports:
     def _add_nodes(self, nodes: tuple[m.NodeInfo, ...]) -> None:
         if len(nodes) > len(self.nodes):
             self.nodes = nodes
+            self._lost = None
             self._with_ranks = {node.index for node in nodes if node.ranks}
+            if self._settled_epoch:
+                self._voters = frozenset(self._with_ranks - self._settled_lost)
             self._index_of = {process_of(node): node.index for node in nodes}
 
     def _apply(self, report: NodeReport, message: m.Message) -> None:
@@ -148,6 +166,55 @@ class NodeReports:
                 self.called_lost.add(node)
 
     @property
+    def settled_epoch(self) -> int:
+        """The last epoch that a node has committed; 0: none has reported."""
+        return self._settled_epoch
+
+    @property
+    def settled_lost(self) -> frozenset[int]:
+        """The nodes that are lost for certain: a committed epoch is without them."""
+        return self._certainly_lost | self._settled_lost
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The nodes that the job goes on without, as far as the reports agree so far.
+
+        A loss that is not committed counts if a node reports it that is not lost itself: it may have been ready for
+        that epoch, which may be committed elsewhere. Reports of two schedulers' losses may exclude each other: then
+        those count with which a majority goes on, or else those of the later epoch.
+        """
+        if self._lost is None:
+            self._lost = self._find_lost()
+        return self._lost
+
+    def _find_lost(self) -> frozenset[int]:
+        settled = self.settled_lost
+        fresh = {said: frozenset(said[1]) - settled for said in self._losses}
+        if not any(fresh.values()):
+            return settled
+        order = sorted(fresh, reverse=True)
+        first_found: frozenset[int] | None = None
+        for first in order:
+            taken, lost = set[int](), set(settled)
+            # Helpers last: one that has come late may know of losses that were never committed.
+            for reporters in (self._with_ranks, self.sender_of.keys() - self._with_ranks):
+                for said in (first, *(each for each in order if each != first)):
+                    nodes = (self._losses[said] & reporters) - lost
+                    if nodes and taken.isdisjoint(fresh[said]):
+                        taken |= nodes
+                        lost |= fresh[said]
+            found = frozenset(lost | (self.sender_of.keys() - taken))
+            if is_majority(taken, self._with_ranks - settled):
+                return found
+            first_found = first_found or found
+        return first_found or settled
+
+    @property
+    def joining(self) -> set[int]:
+        """The nodes that have come late, and do not take part yet."""
+        return {index for said in self._joining.values() for index in said}
+
+    @property
     def workers(self) -> set[int]:
         """The nodes with ranks that are not lost."""
         return self._with_ranks - self.lost
@@ -159,22 +226,22 @@ class NodeReports:
         Only nodes with ranks are asked, because a helper that came late may have been told of losses that were not
         committed.
         """
-        said = [report.rejoin for report in self.by_sender.values() if report.ranks]
-        last = max(said, key=lambda each: each.settled_epoch, default=None)
-        return frozenset(self._with_ranks.difference(last.settled_lost) if last is not None else ())
+        return self._voters
 
     @property
     def lost_ranks(self) -> set[int]:
-        """The ranks that some node calls lost."""
-        return {rank for report in self.by_sender.values() for rank in report.rejoin.lost_ranks}
+        """The ranks that some node calls lost which is not lost itself."""
+        return {rank for report in self.by_sender.values() if report.index not in self.lost
+                for rank in report.rejoin.lost_ranks}
 
     @property
     def left_behind(self) -> set[int]:
         """The late nodes of whose share nothing was committed: they have to join anew."""
-        late = [self.by_sender[self.sender_of[index]].rejoin for index in self._late & self.complete]
+        late = [self.by_sender[self.sender_of[index]].rejoin for index in self._late & self.complete - self.lost]
         if not late:
             return self.joining
-        latest = max(each.rejoin.committed for each in self.by_sender.values() if each.is_complete)
+        latest = max(each.rejoin.committed for each in self.by_sender.values()
+                     if each.is_complete and each.index not in self.lost)
         return self.joining | {each.index for each in late if not each.committed and each.prepared != latest}
 
 
@@ -184,11 +251,12 @@ _MAX_UNHEARD = 1000
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
                   lost: Collection[int], absent: Sequence[int], voters: Collection[int] = (),
-                  dead: Collection[int] = ()) -> JobSnapshot:
+                  dead: Collection[int] = (), settled_epoch: int = 1) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
     *reports* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
-    now. *voters*, *dead*: as in `may_decide`. Raises `ProtocolError` if the reports contradict what schedulers do.
+    now. *voters*, *dead*: as in `may_decide`; *settled_epoch*: the epoch of *voters*. Raises
+    `ProtocolError` if the reports contradict what schedulers do.
     """
     rejoins = {index: report.rejoin for index, report in reports.items()}
     latest = max(each.committed for each in rejoins.values())
@@ -215,6 +283,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     names = {member.name for unit in units for member in unit.members}
     retired_of = {id(each): tuple(number for number in each if number not in numbers) for each in units_of.values()}
     rates, unmeasured = _rates(nodes, rejoins, absent)
+    has_rates = not unmeasured and any(node.probes for node in nodes)
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
     for index, report in reports.items():
@@ -231,12 +300,16 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
                 said.append(m.Retired(units=tuple(over)))
         # a node that missed newcomers would number the next one wrongly
         said.append(m.Resume(missed=tuple(nodes[len(report.rejoin.nodes):]) if report.ranks else ()))
-        if not report.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
+        if has_rates and not report.rejoin.rates:
             said.append(m.Rates(nic_rate_bytes=tuple(rates)))
         if report.rejoin.barrier < barrier:
             said.append(m.BarrierDone(sequence=barrier))
     roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
     roster.lost.update(lost)
+    lost_workers = {index for index in lost if nodes[index].ranks}
+    # Those of another scheduler than that of the nodes that remain: they are to be told.
+    is_news = bool(lost_workers) and any(
+        not lost_workers.issubset(rejoin.lost) for index, rejoin in rejoins.items() if nodes[index].ranks)
     # Nodes that have committed less know older ones.
     changes = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
                for each in rejoin.changes}
@@ -247,7 +320,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     parts = {part.part for unit in units for part in unit.parts}
     return JobSnapshot(
         roster=roster, job=rejoins[min(rejoins)].job, epoch=max(each.epoch for each in rejoins.values()),
-        absent=absent, frozen=any(each.frozen for index, each in rejoins.items() if index not in behind),
+        absent=absent, settled_epoch=settled_epoch,
+        frozen=is_news or any(each.frozen for index, each in rejoins.items() if index not in behind),
         generation=max(each.seen for each in rejoins.values()) + _MAX_UNHEARD,
         next_unit=max(each.next_unit for each in rejoins.values()), units=units,
         changes={part: each for part, each in changes.items() if part in parts},

@@ -21,7 +21,7 @@ class JobSettings:
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes. `min_workers`: the fewest ranks with which the job goes on after a loss; 0: it ends with
     any loss of a rank. `has_others`: there may be another scheduler, at another address of the list; `is_replaced`: the
-    launcher starts one when this one ends because it hears too few nodes.
+    launcher starts one when this one ends because it hears too few nodes; `is_last`: the launcher starts none any more.
     """
 
     num_nodes: int
@@ -43,6 +43,7 @@ class JobSettings:
     min_workers: int = 0
     has_others: bool = False
     is_replaced: bool = False
+    is_last: bool = False
     name: str = ""  # that no other job has
 
     @property

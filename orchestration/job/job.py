@@ -441,6 +441,12 @@ class Job:
         self._handlers |= self._queries.handlers
         self.admitted = True
 
+    def is_loss_open(self, settled_epoch: int) -> bool:
+        """Whether the loss of a node that has committed *settled_epoch* may be void: it is not committed here, or a
+        later epoch is committed elsewhere.
+        """
+        return self._losses.recovery is not None or settled_epoch > self._losses.settled_epoch
+
     def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue where another scheduler stopped."""
         self._begin_with(snapshot.roster)

@@ -45,6 +45,8 @@ class NodeLosses:
         self._without_share: set[int] = set()  # newcomers that take part, but have not got their share
         #: As in `may_decide`: losses that are not committed make a majority no smaller.
         self._voters: Collection[int] = frozenset(roster.workers)
+        #: The last epoch that was committed for certain; after a loss of the scheduler it may be an earlier one.
+        self.settled_epoch = FIRST_EPOCH
         self._dead: set[int] = set()
         #: The change under way.
         self.recovery: EpochChange | None = None
@@ -131,6 +133,7 @@ class NodeLosses:
         """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
         self._epoch = self.committed_epoch = snapshot.epoch  # if not committed, a next one precedes any newcomer
         self._voters, self._dead = snapshot.voters, set(snapshot.dead)
+        self.settled_epoch = snapshot.settled_epoch
         self._committed_ranks = frozenset() if snapshot.frozen or snapshot.absent else frozenset(snapshot.lost_ranks)
         if not snapshot.absent and not snapshot.frozen:
             return []
@@ -221,6 +224,7 @@ class NodeLosses:
             return []
         self.recovery, self.committed_epoch, self._committed_ranks = None, recovery.epoch, recovery.lost_ranks
         self._without_share -= recovery.joined
+        self.settled_epoch = recovery.epoch
         self._voters = frozenset(self._roster.workers)
         return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes,
                                                                     recovery.redone, recovery.keepers))

@@ -397,7 +397,8 @@ class JobSnapshot:
     that the job goes on without, or is to. `generation`: no
     higher number was heard of. `frozen`: a recovery was in progress. `rates`: of all NICs, as placement uses them;
     `unmeasured` nodes have not reported theirs. `answers`: by node, the messages that it has missed, in order; `later`:
-    what nodes have reported besides, in order, with their indices. `voters`, `dead`: as in `roster.may_decide`.
+    what nodes have reported besides, in order, with their indices. `voters`, `dead`: as in `roster.may_decide`;
+    `settled_epoch`: the last committed epoch, which `voters` are of.
     """
 
     roster: Roster
@@ -421,6 +422,7 @@ class JobSnapshot:
     lost_ranks: AbstractSet[int] = frozenset()
     voters: Collection[int] = ()
     dead: Collection[int] = ()
+    settled_epoch: int = 1
 
     @property
     def lost(self) -> set[int]:

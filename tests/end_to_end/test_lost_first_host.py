@@ -59,10 +59,11 @@ def program(trainer):
     return write
 
 
-def test_the_others_go_on(program):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["it fails", "it is shut down"])
+def test_the_others_go_on(program, number):
     launcher = launch(3, program(2))
     try:
-        os.kill(agents(launcher, 3)[0], signal.SIGKILL)
+        os.kill(agents(launcher, 3)[0], number)
         out, err = launcher.communicate(timeout=100)
     finally:
         launcher.kill()

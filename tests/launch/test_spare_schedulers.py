@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from bpsfast.base.exit_codes import LEFT_BEHIND, LOST_HOST
+from bpsfast.base import process_identity
+from bpsfast.base.exit_codes import LEFT_BEHIND, LOST_HOST, TIMEOUT
 from bpsfast.base.settings import Settings
-from bpsfast.launch import local_job
+from bpsfast.launch import daemons, local_job, ssh_job
 from bpsfast.launch.processes import Command, Kind, LocalProcesses
 from bpsfast.launch.supervisor import Limits, SpareScheduler
 from tests.launch.test_lost_hosts import LosableHost
@@ -108,6 +109,38 @@ def test_a_scheduler_that_leaves_the_job_to_another_one_is_no_failure(job):
             python("rank 0", job.after(_NEXT[0]), Kind.RANK, 0)]
     code, said = run(job, [], here, [spare("")])
     assert code == 0 and "another one is started at 10.0.0.2:7" in said, said
+
+
+def test_if_the_last_one_leaves_the_job_that_is_a_timeout(job):
+    gone = LosableHost(float("inf"))
+    gone.lost = "lost"
+    leaves = f"raise SystemExit({LEFT_BEHIND})"
+    here = [python("scheduler", leaves), python("rank 0", "import time; time.sleep(600)", Kind.RANK, 0)]
+    code, said = run(job, [], here, [spare(leaves), spare("", gone)])
+    assert code == TIMEOUT and said.count("another one is started") == 1, said
+
+
+@pytest.mark.parametrize(("n_addresses", "number", "true"), [
+    (1, 0, set()), (2, 0, {"has_others", "is_replaced"}), (2, 1, {"has_others", "is_last"}),
+    (3, 1, {"has_others", "is_replaced"})])
+def test_each_scheduler_knows_whether_the_launcher_starts_another_one(n_addresses, number, true, monkeypatch):
+    monkeypatch.setenv(process_identity.LAUNCHER_VARIABLE, "1")
+    assert {name for name, value in daemons._others(n_addresses, number).items() if value} == true
+    monkeypatch.delenv(process_identity.LAUNCHER_VARIABLE)
+    by_hand = {name for name, value in daemons._others(n_addresses, number).items() if value}
+    assert by_hand == true & {"has_others"}
+
+
+@pytest.mark.parametrize(("values", "is_late"), [
+    ({}, False), ({"start_timeout_s": 39.0}, True), ({"start_timeout_s": 40.0}, False),
+    ({"start_timeout_s": 32.0, "lease_s": 2.0}, False), ({"start_timeout_s": 5.0, "on_worker_loss": "abort"}, False)],
+    ids=str)
+def test_a_launcher_that_would_notice_too_late_says_so(values, is_late):
+    said = ssh_job.late_takeover(Settings(**{"on_worker_loss": "continue", **values}))
+    assert bool(said) == is_late
+    if is_late:
+        assert "the launcher notices that after 30 s" in said
+        assert said.endswith("Set it to 40 (with lease_s = 10) or more")
 
 
 def test_each_scheduler_of_a_job_knows_its_own_address():

@@ -10,6 +10,7 @@ from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.job_rebuild import JobRebuild
+from bpsfast.orchestration.failover.state_merge import NodeReport, NodeReports
 from tests.support.job_table import Table, join
 
 SETTINGS = {"transport": "tcp"}
@@ -238,3 +239,63 @@ def test_a_dead_node_does_not_count_while_another_one_may_live():
         rebuilding.receive(float(now), b"2", m.ProbeResult(node=1, outcome="refused"))
         snapshot = rebuilding.snapshot(float(now))
     assert snapshot.lost == {0, 1}
+
+
+def test_who_must_report_is_found_anew_only_if_a_later_epoch_is_reported():
+    """It is asked with each message: thousands of nodes report, and most know the same epoch."""
+    said = reports(3)
+    told = NodeReports()
+    assert not told.voters
+    told.begin(b"0", NodeReport(said[0][0]))
+    first = told.voters
+    assert first == {0, 1, 2}
+    told.begin(b"1", NodeReport(said[1][0]))
+    assert told.voters is first
+    told.begin(b"2", NodeReport(msgspec.structs.replace(said[2][0], settled_epoch=2, settled_lost=(0,))))
+    second = told.voters
+    assert second == {1, 2}
+    told.drop(b"2")
+    told.begin(b"0", NodeReport(said[0][0]))
+    assert told.voters is second, "that epoch was committed, whoever still says so"
+
+
+def calling_lost(said, lost, **fields):
+    """What a node says that has read of the loss of nodes *lost*, one rank each."""
+    fields = {"epoch": 2, "lost": lost, "lost_ranks": lost, "frozen": True, **fields}
+    return [msgspec.structs.replace(said[0], **fields), *said[1:]]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_a_node_that_a_committed_epoch_is_without_is_not_believed(order):
+    said = reports(5)
+    said[0] = calling_lost(said[0], (2, 3))
+    for index in (1, 2, 3):
+        said[index] = calling_lost(said[index], (0, 4), frozen=False, settled_epoch=2, settled_lost=(0, 4))
+    rebuilding = begin(min_workers=1)
+    told = [each for index in order for each in tell(rebuilding, index, said[index])]
+    assert [sender for sender, _ in told] == [b"0"] and "goes on without this node" in told[0][1].reason
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.lost == {0, 4} and snapshot.lost_ranks == {0, 4} and not snapshot.frozen
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_of_losses_that_exclude_each_other_those_count_with_which_a_majority_goes_on(order):
+    said = reports(5)
+    said[0] = calling_lost(said[0], (2, 3), epoch=3)
+    said[1] = calling_lost(said[1], (0, 4))
+    rebuilding = begin(min_workers=1)
+    assert not [each for index in order for each in tell(rebuilding, index, said[index])], "a report may change it"
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.lost == {0, 4} and snapshot.frozen and b"0" not in snapshot.roster.senders
+
+
+def test_a_loss_that_some_have_not_read_of_is_told_them():
+    said = reports(3)
+    said[0] = calling_lost(said[0], (1,))
+    rebuilding = begin(min_workers=1)
+    for index in (1, 2):
+        tell(rebuilding, index, said[index])
+    assert rebuilding.snapshot(9.0) is None
+    tell(rebuilding, 0, said[0], 9.0)
+    snapshot = rebuilding.snapshot(9.0)
+    assert snapshot.lost == {1} and snapshot.frozen

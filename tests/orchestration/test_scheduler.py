@@ -503,6 +503,29 @@ def test_stop_aborts_in_words(start):
     assert scheduler.aborted == m.Abort(error="ClosedError", reason="interrupted")
 
 
+@pytest.mark.parametrize("fields", [{}, {"is_replaced": False}, {"min_workers": 0}], ids=str)
+def test_a_scheduler_whose_host_ends_leaves_a_running_job_to_the_next_one(start, fields):
+    fields_here = {"num_nodes": 1, "has_others": True, "is_replaced": True, "min_workers": 1, **fields}
+    scheduler, exit_code = start(**fields_here)
+    node = start.node(scheduler.port)
+    node.send(join())
+    node.wait(m.Welcome)
+    scheduler.stop("the host ends", is_host_ending=True)
+    assert exit_code() == 1
+    assert scheduler.has_given_up == (not fields)
+    if fields:
+        assert node.wait(m.Abort).reason == "the host ends"
+
+
+def test_a_scheduler_whose_host_ends_while_nodes_gather_tells_them(start):
+    scheduler, exit_code = start(num_nodes=2, has_others=True, is_replaced=True, min_workers=1)
+    node = start.node(scheduler.port)
+    node.send(join())
+    node.send(m.Heartbeat(sequence=1))
+    scheduler.stop("the host ends", is_host_ending=True)
+    assert exit_code() == 1 and not scheduler.has_given_up
+
+
 def test_an_address_in_use_is_named(start):
     scheduler, _ = start()
     words = rf"cannot listen on tcp://127.0.0.1:{scheduler.port}: .* after 0.5 s .* MASTER_PORT .* BPSFAST_SCHEDULER"

@@ -61,11 +61,22 @@ def test_a_name_that_is_not_known_is_passed_over(names):
     assert addresses.choose() == ("10.0.0.2", 8) and addresses.unresolved == ["gone.example"]
     addresses.advance()
     assert addresses.choose() == ("10.0.0.2", 8)
+    addresses.keep()
     names.known["gone.example"] = ["10.0.0.1"]
     look_up(addresses, 5.0)
-    assert addresses.choose() == ("10.0.0.2", 8), "the one that is tried stays"
+    assert addresses.choose() == ("10.0.0.2", 8), "the one that answers stays"
     addresses.advance()
-    assert addresses.choose() == ("10.0.0.1", 7)
+    assert addresses.choose() == ("10.0.0.1", 7) and addresses.is_at_first
+
+
+def test_the_first_name_comes_first_as_soon_as_it_is_known(names):
+    addresses = SchedulerAddresses([("a.example", 7), ("10.0.0.2", 8)], 0.0)
+    assert addresses.choose() == ("10.0.0.2", 8) and addresses.awaits_first
+    names.known["a.example"] = ["10.0.0.1"]
+    look_up(addresses, 0.0)
+    assert addresses.choose() == ("10.0.0.1", 7) and not addresses.awaits_first
+    addresses.advance()
+    assert addresses.choose() == ("10.0.0.2", 8), "once"
 
 
 def test_all_addresses_of_a_name_are_tried(names):

@@ -385,12 +385,51 @@ def test_the_job_starts_at_the_first_address_even_if_that_is_late(fake, another,
     assert pass_time(listed, 10.0, 10.0) == [10.0] and listed._connected_to[1] == another.port
 
 
+@pytest.fixture
+def mixed(fake, another, resolver):
+    """The membership of a node whose list has a name before an address; the resolver has not answered yet."""
+    made = SchedulerClient("scheduler.example", fake.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0,
+                           further=[("127.0.0.1", another.port)])
+    yield made
+    made.close(0)
+
+
+def test_a_name_before_an_address_is_dialled_first(fake, another):
+    found = SchedulerClient("localhost", fake.port, KEY, now=0.0, lease_s=10.0, further=[("127.0.0.1", another.port)])
+    try:
+        assert found._connected_to[1] == fake.port
+        assert pass_time(found, 0.0, 9.75) == [], "the job starts there, perhaps later than this node"
+    finally:
+        found.close(0)
+
+
+def test_a_name_that_is_resolved_late_is_dialled_as_soon_as_that(fake, another, resolver, mixed):
+    assert mixed._connected_to == ("127.0.0.1", another.port)
+    resolver.answer("127.0.0.2")
+    tick_until_dialled(mixed, 0.2)
+    assert mixed._connected_to == ("127.0.0.2", fake.port)
+    assert pass_time(mixed, 0.2, 10.0) == [], "as long as if it had been the first connection"
+    assert pass_time(mixed, 10.25, 10.25) == [10.25] and mixed._connected_to == ("127.0.0.1", another.port)
+
+
+def test_a_name_that_is_not_resolved_delays_nobody(fake, another, resolver, mixed):
+    """A scheduler answers at the next address: the first one is not dialled any more."""
+    greeted(another, mixed, 0.0)
+    resolver.answer("127.0.0.2")
+    until = time.monotonic() + LIMIT_MS / 1000
+    while mixed._addresses.unresolved:
+        assert not mixed.tick(0.2) and time.monotonic() < until
+        mixed._addresses.take_answers(0.1)
+    assert pass_time(mixed, 0.2, 4.0) == [] and mixed._connected_to == ("127.0.0.1", another.port)
+
+
 def test_a_scheduler_without_a_majority_is_left_for_the_next(fake, another, listed):
     greeted(fake, listed, 0.0)
     fake.say(m.Heartbeat(sequence=2, is_short=True))
     assert receive(listed, 1.0) == []
-    (left,) = pass_time(listed, 1.0, 7.5)
-    assert 4.0 <= left <= 7.25 and listed._connected_to == ("127.0.0.1", another.port)
+    assert pass_time(listed, 1.0, 3.75) == []
+    left = next(now for now in (4.0 + i / 4 for i in range(14)) if listed.tick(now))
+    assert left <= 7.25 and listed._connected_to == ("127.0.0.1", another.port)
 
 
 def test_a_scheduler_that_hears_a_majority_meanwhile_is_not_left(fake, another, listed):

@@ -68,10 +68,10 @@ class Node:
 class World:
     """One job of *n_nodes*, and *n_schedulers* at different addresses; the job starts at the first."""
 
-    def __init__(self, n_nodes: int, n_schedulers: int) -> None:
+    def __init__(self, n_nodes: int, n_schedulers: int, is_replaced: bool = False) -> None:
         self.now = 0.0
-        self.states = [SchedulerState(JobSettings(num_nodes=n_nodes, min_workers=1, has_others=True, name=f"job {i}"),
-                                      0.0) for i in range(n_schedulers)]
+        self.states = [SchedulerState(JobSettings(num_nodes=n_nodes, min_workers=1, has_others=True, name=f"job {i}",
+                                                  is_replaced=is_replaced), 0.0) for i in range(n_schedulers)]
         self.down: dict[bytes, deque[m.Message]] = defaultdict(deque)
         self.nodes = [Node(index) for index in range(n_nodes)]
         self.unnoticed: list[tuple[int, bytes]] = []  # closed connections, of which a scheduler does not know
@@ -177,6 +177,14 @@ class World:
             self.settle([node for node in answering if node in heard])
             self.tick(1.0)
 
+    def members(self) -> list[Node]:
+        """The nodes alive that belong to the last committed set, except those that one of these nodes calls lost."""
+        alive = [node for node in self.nodes if node.is_alive]
+        _, lost = max((node.log.settled for node in alive), default=(0, ()))
+        members = [node for node in alive if node.index not in lost]
+        dropped = {index for node in members for index in node.log.lost}
+        return [node for node in members if node.index not in dropped]
+
     def step(self, random: Random) -> None:
         node, other = random.choice(self.nodes), random.choice(self.nodes)
         some = random.sample(self.nodes, random.randint(0, len(self.nodes)))
@@ -230,8 +238,14 @@ def test_the_nodes_that_remain_go_on_under_one_scheduler(begin):
         world = walk(seed, 20)
         last = min((nodes for _, nodes in world.committed), key=len)
         world.states.append(SchedulerState(world.states[0]._settings, world.now))
-        for node in world.nodes:
+        expected = world.members()
+        for node in Random(seed).sample(world.nodes, len(world.nodes)):
             world.move(node, len(world.states) - 1)
+            world.settle([node])
+        if is_majority([node.index for node in expected], last):
+            # Later it may judge between nodes that call each other lost.
+            assert all(node.is_alive for node in expected), (
+                f"seed {seed}: of {[node.index for node in expected]} some were told to end: {world.committed}")
         for _ in range(30):
             world.settle()
             world.beat(world.nodes)
@@ -239,10 +253,7 @@ def test_the_nodes_that_remain_go_on_under_one_scheduler(begin):
         n_before = len(world.committed)
         world.declare("last")
         world.settle()
-        alive = [node for node in world.nodes if node.is_alive]
-        # The others have disconnected from those that a scheduler before has dropped.
-        dropped = {index for node in alive for index in node.log.lost}
-        left = [node for node in alive if node.index not in dropped]
+        left = world.members()
         mine = [nodes for number, nodes in world.committed[n_before:] if number == len(world.states) - 1]
         if is_majority([node.index for node in left], last) and world.states[-1].job.aborted is None:
             assert mine, f"seed {seed}: nobody leads nodes {[node.index for node in left]} of {world.committed}"
@@ -276,6 +287,92 @@ def test_a_majority_of_another_set_of_nodes_would_not_do(where, name, change, mo
             assert "two parts of one job" in str(exc)
             return
     pytest.fail("nothing has noticed it")
+
+
+def test_a_node_that_was_left_out_does_not_decide_who_goes_on():
+    """The first node has read that two others are lost, and these go on without it, under a scheduler that is lost."""
+    world = World(5, 3)
+    first, second, third, fourth, last = world.nodes
+    for each in (third, fourth):
+        world.move(each, 1)
+    for _ in range(11):
+        world.beat([first, second, last])
+        world.tick(1.0)
+        world.send_up(first)
+    assert world.states[0].job.roster.lost == {2, 3}
+    while world.down[first.connection]:
+        world.send_down(first)
+    assert first.log.lost == {2, 3} and not second.log.lost and len(world.committed) == 1
+    world.move(second, 1)
+    for _ in range(30):
+        world.beat([second, third, fourth])
+        world.settle([second, third, fourth])
+        world.tick(1.0)
+    assert world.committed[-1] == (1, {1, 2, 3})
+    for each in (first, second, third, fourth):
+        world.move(each, 2)
+        world.settle([each])
+    for _ in range(30):
+        world.beat(world.nodes)
+        world.settle([first, second, third, fourth])
+        world.tick(1.0)
+    assert [node.is_alive for node in (first, second, third, fourth)] == [False, True, True, True]
+    world.declare("last")
+    world.settle([second, third, fourth])
+    assert world.committed[-1] == (2, {1, 2, 3})
+
+
+def test_a_scheduler_does_not_refuse_nodes_that_have_gone_on_without_it():
+    """The first one has dropped two nodes, and does not know that another one was left to these by a third."""
+    world = World(5, 2)
+    first, second, third, fourth, last = world.nodes
+    for each in (third, fourth):
+        world.move(each, 1)
+    for _ in range(11):
+        world.beat([first, second, last])
+        world.tick(1.0)
+    assert world.states[0].job.roster.lost == {2, 3}
+    world.move(second, 1)
+    for _ in range(30):
+        world.beat([first, second, third, fourth, last])
+        world.settle([second, third, fourth])
+        world.tick(1.0)
+    assert world.committed[-1] == (1, {1, 2, 3})
+    for each in (third, fourth, second):
+        world.move(each, 0)
+        world.settle([each])
+    for _ in range(30):
+        world.beat(world.nodes)
+        world.settle()
+        world.tick(1.0)
+    assert [node.is_alive for node in world.nodes] == [False, True, True, True, False]
+    world.declare("last")
+    world.settle()
+    assert world.committed[-1] == (0, {1, 2, 3})
+
+
+def test_nodes_that_call_each_other_lost_are_no_majority_together():
+    """A scheduler with three of five, one of which has read that the others are lost, can never decide, and says so."""
+    world = World(5, 2)
+    first, _, third, fourth, _ = world.nodes
+    while world.states[0].job.roster.lost != {2, 3}:
+        world.beat([node for node in world.nodes if node not in (third, fourth)])
+        world.tick(1.0)
+    while world.down[first.connection]:
+        world.send_down(first)
+    assert first.log.lost == {2, 3}
+    for each in (first, third, fourth):
+        world.move(each, 1)
+    world.settle([first, third, fourth])
+    world.tick(1.0)
+    beats = [message for node in (first, third, fourth) for message in world.down[node.connection]
+             if isinstance(message, m.Heartbeat)]
+    assert len(beats) == 3 and all(beat.is_short for beat in beats)
+    while not world.states[1].has_given_up:
+        world.beat([first, third, fourth])
+        world.settle([first, third, fourth])
+        world.tick(1.0)
+    assert all(node.is_alive for node in world.nodes), "another scheduler may hear a majority"
 
 
 def test_two_parts_of_a_network():
@@ -314,3 +411,57 @@ def test_a_scheduler_without_a_majority_says_so_and_ends_without_a_last_word():
     world.move(world.nodes[0], 0)
     world.send_up(world.nodes[0])
     assert not world.down[world.nodes[0].connection], "it says nothing more"
+
+
+def test_a_scheduler_that_nodes_visit_in_vain_again_and_again_ends_as_soon_as_one_where_they_stay():
+    """It leaves the job to the next scheduler, and its nodes do not search for longer than `start_timeout_s`."""
+    world = World(3, 2, is_replaced=True)
+    last = world.nodes[2]
+    world.tick(20.0)
+    for _ in range(5):
+        assert not world.states[1].has_given_up
+        world.move(last, 1)
+        for _ in range(4):
+            world.beat(world.nodes)
+            world.settle()
+            world.tick(1.0)
+        world.move(last, 0)
+        (sender,) = [sender for number, sender in world.unnoticed if number == 1]
+        world.unnoticed.clear()
+        world.states[1].unreachable(world.now, sender)
+        for _ in range(3):
+            world.tick(1.0)
+    assert world.states[1].has_given_up and last.is_alive
+
+
+def test_a_scheduler_that_nodes_have_visited_in_vain_takes_another_job():
+    world = World(3, 2, is_replaced=True)
+    state = world.states[1]
+    world.move(world.nodes[2], 1)
+    world.settle()
+    state.unreachable(0.0, world.nodes[2].connection)
+    world.tick(1.0)
+    for index in range(2):
+        state.receive(1.0, b"new %d" % index, join(f"n{index}", pid=index))
+    for now in range(2, 58):
+        for index in range(2):
+            state.receive(float(now), b"new %d" % index, m.Heartbeat(sequence=now))
+        state.tick(float(now))
+    assert not state.has_given_up
+
+
+def test_the_last_scheduler_tells_its_nodes_why_it_ends():
+    """No other one is started after it."""
+    world = World(3, 2)
+    last = world.nodes[2]
+    world.states[1] = SchedulerState(JobSettings(num_nodes=3, min_workers=1, has_others=True, is_last=True), 0.0)
+    world.move(last, 1)
+    for _ in range(59):
+        world.beat(world.nodes)
+        world.settle()
+        world.tick(1.0)
+    assert world.states[1].job.aborted is None
+    world.tick(1.0)
+    (told,) = [message for message in world.down[last.connection] if isinstance(message, m.Abort)]
+    assert told.error == "StallError" and "has not heard a majority of the nodes with ranks for 60 s" in told.reason
+    assert not world.states[1].has_given_up
