@@ -257,6 +257,7 @@ def run_scheduler(settings: Settings) -> int:
     logs.configure(settings.log_level, "scheduler")
     take_job_key()
     allow_all_descriptors()
+    is_replaced, is_last = _followers(len(addresses), number)
     job = JobSettings(
         num_nodes=settings.num_nodes, num_helpers=settings.num_helpers, max_helpers=settings.max_helpers,
         num_server_processes=settings.num_servers, size=settings.size, package=__version__,
@@ -265,7 +266,7 @@ def run_scheduler(settings: Settings) -> int:
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
         awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
         min_workers=settings.min_workers if settings.on_worker_loss == "continue" else 0,
-        **_others(len(addresses), number))
+        has_others=len(addresses) > 1, is_replaced=is_replaced, is_last=is_last)
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host=resolve(host, _RESOLVE_S) if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)
@@ -278,15 +279,14 @@ def run_scheduler(settings: Settings) -> int:
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
 
 
-def _others(n_addresses: int, number: int) -> dict[str, bool]:
-    """Return the fields of `JobSettings` about other schedulers, for the one at address *number* of the list.
+def _followers(n_addresses: int, number: int) -> tuple[bool, bool]:
+    """Return `JobSettings.is_replaced` and `is_last` of the scheduler at address *number* of the list.
 
     A launcher starts them in this order.
     """
     is_one_of_launcher = n_addresses > 1 and process_identity.is_below_launcher()
-    is_last = number == n_addresses - 1
-    return {"has_others": n_addresses > 1, "is_replaced": is_one_of_launcher and not is_last,
-            "is_last": is_one_of_launcher and is_last}
+    is_at_end = number == n_addresses - 1
+    return is_one_of_launcher and not is_at_end, is_one_of_launcher and is_at_end
 
 
 def own_address(settings: Settings) -> int:

@@ -120,15 +120,14 @@ def test_if_the_last_one_leaves_the_job_that_is_a_timeout(job):
     assert code == TIMEOUT and said.count("another one is started") == 1, said
 
 
-@pytest.mark.parametrize(("n_addresses", "number", "true"), [
-    (1, 0, set()), (2, 0, {"has_others", "is_replaced"}), (2, 1, {"has_others", "is_last"}),
-    (3, 1, {"has_others", "is_replaced"})])
-def test_each_scheduler_knows_whether_the_launcher_starts_another_one(n_addresses, number, true, monkeypatch):
+@pytest.mark.parametrize(("n_addresses", "number", "is_replaced", "is_last"), [
+    (1, 0, False, False), (2, 0, True, False), (2, 1, False, True), (3, 1, True, False)])
+def test_each_scheduler_knows_whether_the_launcher_starts_another_one(
+        n_addresses, number, is_replaced, is_last, monkeypatch):
     monkeypatch.setenv(process_identity.LAUNCHER_VARIABLE, "1")
-    assert {name for name, value in daemons._others(n_addresses, number).items() if value} == true
+    assert daemons._followers(n_addresses, number) == (is_replaced, is_last)
     monkeypatch.delenv(process_identity.LAUNCHER_VARIABLE)
-    by_hand = {name for name, value in daemons._others(n_addresses, number).items() if value}
-    assert by_hand == true & {"has_others"}
+    assert daemons._followers(n_addresses, number) == (False, False), "by hand"
 
 
 @pytest.mark.parametrize(("values", "is_late"), [
