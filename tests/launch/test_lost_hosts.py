@@ -263,3 +263,49 @@ def test_an_absent_worker_that_outlives_sigkill_counts_as_lost(monkeypatch):
     assert code == 1 and workers.told == [command] and host.processes[0].signals[0] == signal.SIGKILL
     assert "worker 0 runs 0.2 s after SIGKILL: it counts as lost, and is left behind" in said
     assert "no further job: no quorum: nobody is left" in said
+
+
+class StubService:
+    """An elastic service of two workers, which says *reason* once all of *lost* are; without them it is over."""
+
+    def __init__(self, lost=()):
+        self._wake, self._left, self._due = WakeUp(), set(lost), []
+        self._lost, self.is_over, self.fileno = tuple(lost), not lost, self._wake.fileno
+        self.give_up = self.left = lambda *arguments: None
+
+    def holds_rank(self, member):
+        return bool(self._lost) or member == 0
+
+    def was_left_behind(self, member):
+        return False
+
+    def ended(self, member, how, is_own_failure):
+        self._left.discard(member)
+        if not self._left:
+            self._due = [StopJob("no quorum", self._lost)]
+            self._wake.ring()
+
+    def orders(self):
+        self._wake.clear()
+        found, self._due = self._due, []
+        return found
+
+
+def test_a_worker_without_a_rank_whose_host_is_lost_after_the_training_changes_no_exit_code(monkeypatch):
+    """It is lost while it is being ended."""
+    commands = [worker(number, Command("", Kind.RANK, argv, dict(os.environ)))
+                for number, argv in ((0, ("true",)), (1, ()))]
+    monkeypatch.setattr(sys.modules[__name__], "_LIMITS", Limits(job_s=60.0, after_ranks_s=0.1, after_sigterm_s=20.0))
+    code, said = supervise(commands, [LocalProcesses(), LosableHost(1.0)],
+                           workers=WorkerPool(StubService(), commands, goes_on=True))
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit 4", 3), ("kill -9 $$", 1)])
+def test_a_failure_is_the_cause_only_if_the_program_failed_everywhere(how, code):
+    """Worker 1 fails, and the job goes on; then worker 0 ends in its own way, and nobody is left."""
+    commands = [worker(number, Command("", Kind.RANK, ("sh", "-c", text), dict(os.environ)))
+                for number, text in ((1, "exit 3"), (0, f"sleep 0.5; {how}"))]
+    found, said = supervise(commands, [here := LocalProcesses(), here],
+                            workers=WorkerPool(StubService((1, 0)), commands, goes_on=True))
+    assert found == code, said
