@@ -2,7 +2,8 @@
 
     python -m bpsfast.bench.worker_loss.rejoin_rank FOLDER N_STEPS VICTIM STEP
 
-Worker VICTIM kills itself in STEP (-1: nobody does). Each worker writes a `rejoin.WorkerHistory` to FOLDER at its end.
+Worker VICTIM kills itself in STEP (-1: no worker does). Each worker writes a `rejoin.WorkerHistory` to FOLDER at the
+end.
 Besides the real gradients a step sleeps, as in the other trials, so that two cores do not compute for three ranks.
 """
 from __future__ import annotations

@@ -294,7 +294,7 @@ class ElasticService:
         return member in self._left_behind
 
     def _announce(self, now_s: float) -> None:
-        """Tell the members of the running job who waits to join and who is to leave, if that has changed.
+        """Tell the members of the running job how many members wait to join or are to leave, if that has changed.
 
         A replacement that has been started may still come: for some time newcomers are not announced, as one new job is
         enough for several. Members that may still train when the others have come back are told to leave, too.

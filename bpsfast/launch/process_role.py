@@ -22,7 +22,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of which machine a process is, and which daemons it starts. -1 means unknown.
 
     `role` is "rank", "server" or "scheduler". `scheduler` is where the job starts, `next_schedulers` are the further
-    addresses of the list. A `scheduler` port of 0 means that whoever starts the scheduler chooses a free one;
+    addresses of the list. A `scheduler` port of 0 means that the process which starts the scheduler chooses a free one;
     `reserved` is a socket that keeps one, and belongs to `daemons.start`. `spares`: where that finds daemons that have
     been started already. Under "dmlc" the number of ranks is known to the scheduler alone.
     """

@@ -59,7 +59,7 @@ class RemoteHosts(Closing):
             raise
 
     def add(self, host: Host, output: Output) -> RemoteHost:
-        """Begin to connect another host, without blocking; whoever calls this waits for its agent."""
+        """Begin to connect another host, without blocking; the caller waits for its agent."""
         if not host.is_here:
             self._ssh.check()
         added = RemoteHost(host, self._ssh, output)

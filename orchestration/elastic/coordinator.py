@@ -19,7 +19,7 @@ end well. They stay in the job while those who would be left have no state, or a
 further ranks meanwhile, so a job has more than `max_ranks` members until these have the state.
 
 *A job that goes on* (the setting on_worker_loss = continue) finishes its step without a lost member, and is not ended
-here: a replacement gets the lost member's rank when the job lets it in, and nobody waits for one that has not come. A
+here: a replacement gets the lost member's rank when the job lets it in, and the job does not wait for it. A
 member that lives may be left behind, too, because its node was lost. It comes back alone, and joins in the same way;
 once half of the living members have come back, the job has failed for all. Such a job has a majority rule and a least
 size (min_workers) of its own.

@@ -94,7 +94,7 @@ class NodeReports:
         self._count(report)
 
     def drop(self, sender: bytes) -> None:
-        """Forget *sender*, but not which epoch it has committed, nor who has left."""
+        """Forget *sender*, but keep which epoch it has committed, and which ranks have left."""
         report = self.by_sender.pop(sender, None)
         if report is None:
             return

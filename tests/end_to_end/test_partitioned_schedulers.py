@@ -11,7 +11,7 @@ import pytest
 from bpsfast.base.exit_codes import LEFT_BEHIND
 from bpsfast.launch.namespaces import Cluster, netns
 from tests.end_to_end.test_lost_scheduler_host import MACHINES, declare_new
-from tests.support.jobs import Job
+from tests.support.jobs import Job, Outcome
 from tests.support.lossy_training import train_without_lost, until_step
 
 pytestmark = [pytest.mark.root, pytest.mark.matrix, pytest.mark.timeout(150),
@@ -59,15 +59,20 @@ def started():
     job.kill()
 
 
+def cut_off(job: ClusterJob, path: Path, node: int, scheduler: int) -> list[Outcome]:
+    """Cut *node* off in a training that then gets another *scheduler*; return the outcomes of the other ranks."""
+    job.begin(train_without_lost, MACHINES, 0, 60, str(path))
+    until_step(path, 20)
+    job.set_link(node, "down")
+    job.start_scheduler(scheduler)
+    outcomes = job.outcomes(60, only=tuple(rank for rank in range(3) if rank != node))
+    assert [each.text or each.value[0] for each in outcomes] == [[], []]
+    return outcomes
+
+
 def test_the_first_machine_is_cut_off_with_its_scheduler(started, tmp_path: Path):
     """It lives on, alone, until it learns that the others have gone on without it."""
-    path = tmp_path / "step"
-    started.begin(train_without_lost, MACHINES, 0, 60, str(path))
-    until_step(path, 20)
-    started.set_link(0, "down")
-    started.start_scheduler(1)
-    outcomes = started.outcomes(60, only=(1, 2))
-    assert [each.text or each.value[0] for each in outcomes] == [[], []]
+    outcomes = cut_off(started, tmp_path / "step", 0, scheduler=1)
     assert outcomes[0].value[1:] == outcomes[1].value[1:] and outcomes[0].value[1][-1] == (1, 2)
     assert len(outcomes[0].value[1]) == 60 * 6, "no step is lost"
     started.set_link(0, "up")
@@ -82,13 +87,7 @@ def test_the_first_machine_is_cut_off_with_its_scheduler(started, tmp_path: Path
 
 def test_the_last_machine_is_cut_off_and_finds_no_job_at_its_own_scheduler(started, tmp_path: Path):
     """A scheduler is started there, too: it hears one of three nodes, and decides nothing."""
-    path = tmp_path / "step"
-    started.begin(train_without_lost, MACHINES, 0, 60, str(path))
-    until_step(path, 20)
-    started.set_link(2, "down")
-    started.start_scheduler(2)
-    outcomes = started.outcomes(60, only=(0, 1))
-    assert [each.text or each.value[0] for each in outcomes] == [[], []]
+    outcomes = cut_off(started, tmp_path / "step", 2, scheduler=2)
     assert outcomes[0].value[1][-1] == (0, 1)
     (alone,) = started.outcomes(60, only=(2,))
     assert alone.error == "PeerLostError", "though a scheduler has answered"

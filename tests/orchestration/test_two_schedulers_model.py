@@ -289,9 +289,9 @@ def test_a_majority_of_another_set_of_nodes_would_not_do(where, name, change, mo
     pytest.fail("nothing has noticed it")
 
 
-def test_a_node_that_was_left_out_does_not_decide_who_goes_on():
-    """The first node has read that two others are lost, and these go on without it, under a scheduler that is lost."""
-    world = World(5, 3)
+def with_two_dropped(n_schedulers: int) -> World:
+    """Five nodes, two of which follow scheduler 1; scheduler 0 has dropped these, and has not committed that."""
+    world = World(5, n_schedulers)
     first, second, third, fourth, last = world.nodes
     for each in (third, fourth):
         world.move(each, 1)
@@ -300,6 +300,13 @@ def test_a_node_that_was_left_out_does_not_decide_who_goes_on():
         world.tick(1.0)
         world.send_up(first)
     assert world.states[0].job.roster.lost == {2, 3}
+    return world
+
+
+def test_a_node_that_was_left_out_does_not_decide_who_goes_on():
+    """The first node has read that two others are lost, and these go on without it, under a scheduler that is lost."""
+    world = with_two_dropped(3)
+    first, second, third, fourth, _ = world.nodes
     while world.down[first.connection]:
         world.send_down(first)
     assert first.log.lost == {2, 3} and not second.log.lost and len(world.committed) == 1
@@ -324,14 +331,8 @@ def test_a_node_that_was_left_out_does_not_decide_who_goes_on():
 
 def test_a_scheduler_does_not_refuse_nodes_that_have_gone_on_without_it():
     """The first one has dropped two nodes, and does not know that another one was left to these by a third."""
-    world = World(5, 2)
+    world = with_two_dropped(2)
     first, second, third, fourth, last = world.nodes
-    for each in (third, fourth):
-        world.move(each, 1)
-    for _ in range(11):
-        world.beat([first, second, last])
-        world.tick(1.0)
-    assert world.states[0].job.roster.lost == {2, 3}
     world.move(second, 1)
     for _ in range(30):
         world.beat([first, second, third, fourth, last])
