@@ -381,6 +381,7 @@ class ElasticService:
         self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
+            self._left_behind.pop(member, None)  # it has come back
             formed = protocol.Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker,
                                      form.n_commits)
             self._send(formed, [member])

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from bpsfast.bench.soak import Usage, growth, run
 from bpsfast.bench.soak.rank import PERIOD, SIZES, added, base
@@ -37,6 +38,17 @@ def test_what_grows_is_named():
     [words] = growth(usages(n_threads=lambda i: 9 + (i > 60)))
     assert words == "node 0: n_threads has grown from 9 to 10"
     assert growth([]) == ["nothing was seen: the job ended at once"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_worker_is_lost_and_replaced_in_a_short_one(tmp_path):
+    path = tmp_path / "soak.jsonl"
+    run({"minutes": 0.3, "transport": "auto", "losses": 1, "json_path": str(path)})  # too short to judge growth
+    _, summary, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert summary["losses"] == 1 and summary["jobs"] == 2 and summary["wrong"] == 0 and summary["steps"] >= 100
+    assert not [each for each in summary["troubles"] if "has grown" not in each]
+    assert {row["process"] for row in rows} == {"launcher", "worker 0"}
 
 
 def test_a_short_one_is_run_and_written_down(tmp_path):
