@@ -311,14 +311,7 @@ class HostWorkers(WorkerPool):
 
     def has_ended(self, process: Process) -> bool:
         """See `WorkerPool`."""
-        member = member_of(process.command)
-        each = self._host_of.get(member)
-        if each is not None and member in each.members:
-            each.members.discard(member)
-            each.n_spent += member not in each.leaving and not process.is_lost
-            each.leaving.discard(member)
-        if process.code != 0 and self._rules.lost_worker == "wait" and member not in self._told:
-            self._lost.add(member if self._service.holds_rank(member) else self._instead_of.get(member, member))
+        self._note_gone(process)
         return super().has_ended(process)
 
     def is_superfluous(self, process: Process) -> bool:
@@ -328,14 +321,19 @@ class HostWorkers(WorkerPool):
 
     def outlives(self, process: Process) -> None:
         """See `WorkerPool`."""
+        self._note_gone(process)
+        super().outlives(process)
+
+    def _note_gone(self, process: Process) -> None:
+        """Note that the worker *process* has ended, or that it outlives SIGKILL and keeps its slot's processors."""
         member = member_of(process.command)
         each = self._host_of.get(member)
         if each is not None and member in each.members:
             each.members.discard(member)
-            each.n_spent += 1  # it still has the slot's processors, and GPU
-        if self._rules.lost_worker == "wait" and member not in self._told:
+            each.n_spent += process.code is None or (member not in each.leaving and not process.is_lost)
+            each.leaving.discard(member)
+        if process.code != 0 and self._rules.lost_worker == "wait" and member not in self._told:
             self._lost.add(member if self._service.holds_rank(member) else self._instead_of.get(member, member))
-        super().outlives(process)
 
     # -- hosts ------------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from bpsfast.launch.elastic_service import ElasticService
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.remote_hosts import RemoteHosts
-from bpsfast.launch.remote_protocol import Reach
+from bpsfast.launch.remote_protocol import MARK, Reach
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import BpsError, ConfigError, PeerLostError, StallError
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0
@@ -92,3 +92,25 @@ def test_an_agent_that_does_not_come_up_is_an_error(service, tmp_path, monkeypat
     path.chmod(0o755)
     error = connected(service.port, Ssh(python=str(path))).error
     assert isinstance(error, kind) and words in str(error)
+
+
+def test_a_host_whose_agent_sends_nonsense_and_has_ended_is_an_error(tmp_path, no_leaks):
+    """Both of its pipes are readable at once, and the first event ends the watch of the other."""
+    agent = tmp_path / "python"
+    marks = "".join(f"\\{byte:03o}" for byte in MARK + b"\xff" * 64)
+    agent.write_text(f"#!/bin/sh\nprintf '{marks}'\n")
+    agent.chmod(0o755)
+    output = Output()
+    with RemoteHosts([], Ssh(python=str(agent)), output) as hosts, selectors.EpollSelector() as selector:
+        remote = hosts.add(HERE, output)
+        found = HostConnection(remote, os.getcwd(), Reach([], 1, _GREETING), selector)
+        deadline = time.monotonic() + LIMIT_S
+        while not remote.has_ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        events = selector.select(0)
+        assert len(events) == 2
+        for key, _ in sorted(events, key=lambda event: event[0].fileobj is remote.stderr):
+            key.data()
+        assert isinstance(found.error, BpsError) and not selector.get_map()
+    hosts.forget(remote)
